@@ -6,7 +6,7 @@ student is evaluated, and compared with its teacher.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -40,17 +40,17 @@ from linearizer.run.results import Comparison, Request
 from linearizer.run.stopping import check_stop, interruptible, log_end
 from linearizer.run.weight_digests import DIGESTS, write_digests
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
-from linearizer.teacher.chat_template import turn_tokens
 from linearizer.teacher.inspect_model import inspect_model
 from linearizer.teacher.load import Teacher, load_config, load_teacher_of
+from linearizer.teacher.picture_prompts import make_prompt
 from linearizer.teacher.streaming import spreads, streams
 from linearizer.train.distill import train
 
 
-def inspect(model: str, token: str | None = None) -> Inspection:
-    """Inspect a model, and whether it can be linearized, without downloading weights."""
+def inspect(model: str, token: str | None = None, text_only: bool = False) -> Inspection:
+    """Inspect a model, and whether it can be linearized, without downloading weights; `text_only`: without pictures."""
     source = find_model(model, token)
-    return inspect_model(source, load_config(source, token))
+    return inspect_model(source, load_config(source, token, text_only))
 
 
 def begin(
@@ -73,7 +73,7 @@ def begin(
         (run := Run(folder)).check_same(plan)
         return run
     source = find_model(plan.model, token)
-    config = load_config(source, token)
+    config = load_config(source, token, plan.text_only)
     inspection = inspect_model(source, config)
     inspection.require_support()
     checks.check_plan(plan, inspection)
@@ -99,7 +99,7 @@ def settle(run: Run, token: str | None = None) -> None:
     if run.begun.settled:
         return
     plan, source = run.plan, find_model(run.plan.model, token)
-    dtype = checks.decide_dtype(plan, source, load_config(source, token))
+    dtype = checks.decide_dtype(plan, source, load_config(source, token, run.inspection.tower_of is not None))
     checks.check_disks(run.folder, plan, source, run.inspection)
     run.settle(replace(plan, dtype=dtype))
 
@@ -156,7 +156,7 @@ def make_student(run: Run, token: str | None, helpers: Helpers | None = None) ->
     links = teacher.inspection.links and not run.plan.changes_weights
     files = local_weight_files(teacher.source) if links else ()
     remove(run.folder / DIGESTS)  # of an earlier checkpoint: a kill from here on must not leave them beside the new one
-    checkpoint.save(student, teacher.tokenizer, run.checkpoint, files, teacher.stored)
+    checkpoint.save(student, teacher.tokenizer, run.checkpoint, files, teacher.stored, teacher.pictured)
     write_digests(run, files)
 
 
@@ -223,15 +223,26 @@ def resume_evaluation(run: Run, token: str | None = None) -> Steps[Any]:
 
 
 def compare_run(
-    run: Run, prompt: str, new_tokens: int, seed: int, sample: bool, raw: bool = False
+    run: Run,
+    prompt: str,
+    new_tokens: int,
+    seed: int,
+    sample: bool,
+    raw: bool = False,
+    pictures: Sequence[Any] = (),
 ) -> Steps[Comparison]:
-    """Answer a prompt with the teacher, the student and a plain window of a run; `raw`: continue it instead."""
+    """Answer a prompt with the teacher, the student and a plain window of a run; `raw`: continue it instead.
+
+    They see `pictures`, files or pictures of PIL, before the prompt.
+    """
     with assembled(run) as setup, quiet():
         if setup.teacher is None:
             raise ModelNotAvailable(setup.alone or "the teacher is not available: nothing can be compared")
         readers = [Reader.of(subject) for subject in setup.subjects(run.positions)]
-        tokens = turn_tokens(setup.tokenizer, prompt, raw=raw)
-        for update in write_in_turns(readers, setup.tokenizer, prompt, tokens, new_tokens, seed, sample):
+        processor = checkpoint.load_processor_of(run) if pictures else None
+        said = make_prompt(setup.tokenizer, processor, prompt, pictures, raw=raw)
+        how = new_tokens, seed, sample, said.pictures
+        for update in write_in_turns(readers, setup.tokenizer, prompt, said.tokens, *how):
             if isinstance(update, Comparison):
                 yield Progress("compare", update.student.tokens, new_tokens, "tokens")
     assert isinstance(update, Comparison), "the last value has the complete texts"

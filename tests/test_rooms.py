@@ -121,7 +121,7 @@ def test_the_definition_can_be_read_in_a_sitting():
     from linearizer.student.modeling_linearized import CODE
 
     lines = [len((ROOT / "student" / f"{name}.py").read_text(encoding="utf-8").splitlines()) for name in CODE]
-    assert len(CODE) <= 7 and sum(lines) <= 2180
+    assert len(CODE) <= 8 and sum(lines) <= 2330
 
 
 def test_an_encoders_checkpoint_carries_what_needs_torch_and_transformers_alone():

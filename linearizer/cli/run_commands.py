@@ -51,7 +51,8 @@ Product = TypeVar("Product")
 
 def add_commands(add: AddCommand) -> None:
     about = "describe a model, and whether it can be linearized; or the heads of a run, by its folder"
-    add("inspect", serve_inspect, about, "model")
+    inspect = add("inspect", serve_inspect, about, "model")
+    inspect.add_argument("--text-only", action="store_true", help="as a model of text, if it reads pictures")
     run = add("run", serve_run, "all steps: measure, allocate, train if the recipe does, judge, save", "model")
     add_run_options(run)
     run.add_argument("--detach", action="store_true", help="run in the background: see `linearizer runs`")
@@ -131,7 +132,7 @@ def serve_inspect(arguments: argparse.Namespace) -> None:
         encoder = kind.inspect(arguments.model, None)
         print_product(arguments, asdict(encoder), describe_encoder(encoder, kind.title))
         return
-    inspection = pipeline.inspect(arguments.model)
+    inspection = pipeline.inspect(arguments.model, text_only=arguments.text_only)
     print_product(arguments, asdict(inspection), describe_inspection(inspection))
     inspection.require_support()
 

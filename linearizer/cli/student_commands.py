@@ -39,6 +39,7 @@ Whoever has it can do all that you can: start and delete runs, pay for jobs, pub
 def add_commands(add: AddCommand) -> None:
     command = add("compare", serve_compare, "teacher, student and a plain window answer the same prompt", "run")
     command.add_argument("--prompt", default="The", help="what to ask (default: %(default)s)")
+    add_picture_option(command)
     add_writing_options(command, "how many tokens each writes", 64)
     add_read(add)
     add_ask(add)
@@ -48,11 +49,16 @@ def add_commands(add: AddCommand) -> None:
     add_app(add)
 
 
+def add_picture_option(command: argparse.ArgumentParser) -> None:
+    about = "a picture that is shown before the text, to a model that reads pictures; repeated: several"
+    command.add_argument("--picture", type=Path, metavar="FILE", action="append", default=[], help=about)
+
+
 def serve_compare(arguments: argparse.Namespace) -> None:
     from linearizer import pipeline
 
     run = find_run(arguments.run)
-    options = arguments.tokens, arguments.seed, arguments.sample, arguments.raw
+    options = arguments.tokens, arguments.seed, arguments.sample, arguments.raw, arguments.picture
     comparison = show_progress(pipeline.compare_run(run, arguments.prompt, *options))
     print_product(arguments, asdict(comparison), describe_comparison(comparison))
 
@@ -63,6 +69,7 @@ def add_read(add: AddCommand) -> None:
     command.add_argument("file", metavar="FILE", help="a text file, a PDF, or - for standard input")
     command.add_argument("--state", type=Path, required=True, help="the file of the state")
     command.add_argument("--more", action="store_true", help="continue after what the state has read")
+    add_picture_option(command)
     add_raw_option(command)
 
 
@@ -75,7 +82,8 @@ def serve_read(arguments: argparse.Namespace) -> None:
         text = decode_text("standard input", sys.stdin.buffer.read())
     else:
         text = read_whole(Path(arguments.file))
-    reading = show_progress(kept_state.read(run, text, arguments.state, arguments.more, arguments.raw))
+    options = arguments.state, arguments.more, arguments.raw, arguments.picture
+    reading = show_progress(kept_state.read(run, text, *options))
     print_product(arguments, asdict(reading), describe_reading(reading, arguments.run, arguments.state))
 
 
@@ -87,6 +95,7 @@ def add_ask(add: AddCommand) -> None:
     wanted.add_argument("--take-back", action="store_true", help="undo the last --keep or `read --more` of the state")
     command.add_argument("--state", type=Path, help="a file that `linearizer read` wrote")
     command.add_argument("--keep", action="store_true", help="add prompt and answer to the state")
+    add_picture_option(command)
     add_writing_options(command, "how many tokens it writes", 256)
 
 
@@ -100,7 +109,7 @@ def serve_ask(arguments: argparse.Namespace) -> None:
         reading = kept_state.take_back(run, arguments.state)
         print_product(arguments, asdict(reading), describe_reading(reading, arguments.run, arguments.state))
         return
-    options = arguments.keep, arguments.tokens, arguments.seed, arguments.sample, arguments.raw
+    options = arguments.keep, arguments.tokens, arguments.seed, arguments.sample, arguments.raw, arguments.picture
     answer = print_stream(kept_state.ask(run, arguments.prompt, arguments.state, *options), arguments.json)
     if arguments.json:
         print_product(arguments, asdict(answer), "")

@@ -108,8 +108,8 @@ def show_progress(steps: Steps[Product]) -> Product:
 
 def describe_inspection(inspection: Inspection) -> str:
     """Describe a model."""
-    tower, revision = inspection.tower_of, inspection.revision
-    part = f", the text tower of {tower}: its student reads no pictures" if tower else ""
+    revision = inspection.revision
+    part = f", {inspection.reads}" if inspection.reads else ""
     working = f", {inspection.active:,} active per token" if inspection.resting else ""
     files = f"{size(inspection.weight_bytes)} in its files"
     facts = [

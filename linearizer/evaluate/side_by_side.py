@@ -9,6 +9,7 @@ import copy
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -19,8 +20,9 @@ from linearizer.evaluate.subjects import Subject
 from linearizer.evaluate.tasks import frequent_words, lay_out_all
 from linearizer.run.results import Comparison, Difference, Side, StateSizes
 from linearizer.teacher.logits import bytes_held, recurrent_bytes
+from linearizer.teacher.picture_prompts import Pictures
 from linearizer.teacher.text import read_texts, repeated_passages, start_tokens
-from linearizer.teacher.token_loop import HALF_LETTER, generate_tokens, read_tokens
+from linearizer.teacher.token_loop import HALF_LETTER, NONE, generate_tokens, read_tokens
 
 UPDATE_SECONDS = 0.25  # between two updates of the written texts: each update takes time from writing
 PIECES = 16  # into which a text is split, so that one sees whether the memory of each model grows
@@ -95,11 +97,11 @@ class Reader:
         read = len(self.tokens)
         return self if self.tokens == [*tokens[:read]] else self.restart()
 
-    def read(self, tokens: Sequence[int]) -> None:
-        """Read on from the tokens in the cache."""
+    def read(self, tokens: Sequence[int], pictures: Pictures = NONE) -> None:
+        """Read on from the tokens in the cache; `pictures` are those among these tokens."""
         begin = time.perf_counter()
         with self.subject.prepared() as model:
-            for _ in read_tokens(model, torch.tensor([[*tokens]]), self.cache):
+            for _ in read_tokens(model, torch.tensor([[*tokens]]), self.cache, pictures):
                 pass
         self.tokens, self.unread = [*self.tokens, *tokens], []
         self.seconds += time.perf_counter() - begin
@@ -110,21 +112,23 @@ class Reader:
 
 
 def read_in_turns(
-    readers: Sequence[Reader], texts: Sequence[Sequence[int]], again: bool = False
+    readers: Sequence[Reader], texts: Sequence[Sequence[int]], again: bool = False, pictures: Pictures = NONE
 ) -> Iterator[StateSizes]:
     """Let each model read its tokens, one piece at a time in turn; yield after each piece the bytes of all states.
 
-    `again`: the tokens were read before, but their states were dropped.
+    `again`: the tokens were read before, but their states were dropped. The first piece has all pictures.
     """
     longest = max(map(len, texts))
     size = min(max(-(-longest // PIECES), PIECE_TOKENS.start), PIECE_TOKENS.stop)
-    for start in range(0, longest, size):
+    first = max(size, pictures.reach)
+    bounds = [0, *range(first, longest, size), longest]
+    for start, end in pairwise(bounds):
         for reader, tokens in zip(readers, texts, strict=True):
-            if piece := tokens[start : start + size]:
-                reader.read(piece)
+            if piece := tokens[start:end]:
+                reader.read(piece, NONE if start else pictures)
         sizes = {reader.subject.name: reader.bytes() for reader in readers}
         recurrent = max(recurrent_bytes(reader.cache) for reader in readers)
-        yield StateSizes(min(start + size, longest), longest, sizes, again, recurrent)
+        yield StateSizes(end, longest, sizes, again, recurrent)
 
 
 def find_difference(
@@ -147,6 +151,7 @@ def write_in_turns(
     new_tokens: int = 64,
     seed: int = 0,
     sample: bool = False,
+    pictures: Pictures = NONE,  # among these tokens
 ) -> Iterator[StateSizes | Comparison]:
     """Let all models read a prompt and continue it, one token at a time in turn.
 
@@ -160,7 +165,7 @@ def write_in_turns(
         for reader in readers:
             reader.seconds = 0.0
         if len(tokens) > 1:
-            yield from read_in_turns(readers, [tokens[:-1]] * len(readers))
+            yield from read_in_turns(readers, [tokens[:-1]] * len(readers), pictures=pictures)
         writers = [Writer(reader, tokenizer, tokens[-1], new_tokens, seed, sample) for reader in readers]
 
         def compare() -> Comparison:

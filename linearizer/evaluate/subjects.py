@@ -129,8 +129,9 @@ def read_logits(subject: Subject, ids: Tensor, cache: Cache | None, keep: int | 
     """Let a subject read on from its cache; return the logits of the last `keep` tokens, of some places, or of all."""
     with subject.prepared() as model, torch.inference_mode():
         keep = keep.to(model.device) if isinstance(keep, Tensor) else keep
-        caching = {"use_cache": cache is not None, **({} if cache is None else placed(ids.to(model.device), cache))}
-        return model(ids.to(model.device), logits_to_keep=keep, **caching).logits.float()
+        ids = ids.to(model.device)
+        given = {"input_ids": ids} if cache is None else placed(model, ids, cache)
+        return model(logits_to_keep=keep, use_cache=cache is not None, **given).logits.float()
 
 
 def read_into_cache(subject: Subject, ids: Tensor, cache: Cache) -> None:

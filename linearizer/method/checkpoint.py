@@ -1,6 +1,7 @@
 """Makes a student from a teacher, saves it as a checkpoint, and loads it.
 
-A checkpoint loads with transformers alone: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).
+A checkpoint loads with transformers alone: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True), or
+AutoModelForImageTextToText if it reads pictures.
 It has the unchanged files of the teacher's weights, linked or else copied, a small file with the student's own weights,
 and an index of both. A linked file takes no space on the disk, and outlives its original folder. Streamed weights that
 cannot be linked are written file by file.
@@ -21,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from linearizer import __version__
 from linearizer.amounts import size
@@ -41,12 +43,14 @@ from linearizer.run.weight_digests import OF_THIS_MACHINE, check_weights, weight
 from linearizer.student.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
 from linearizer.teacher.devices import choose_device, compute_anywhere
 from linearizer.teacher.load import load_teacher_of
+from linearizer.teacher.picture_prompts import load_processor
 from linearizer.teacher.quantised import is_packed, keep_as_stored
 from linearizer.teacher.ram import free_bytes
 from linearizer.teacher.streaming import is_streamed, offload_hooks, spreads, streams
 
 MAX_SHARD = 10**9  # bytes: bounds what is sent again after an upload broke
 STUDENT_FILE = "student.safetensors"  # not SINGLE, which transformers prefers to an index
+PROCESSOR_FILE = "processor_config.json"
 TEACHER_FILE = "teacher-{number:05}-of-{count:05}.safetensors"
 
 
@@ -126,11 +130,13 @@ def save(
     folder: Path,
     files: Sequence[Path] = (),
     stored: torch.dtype | None = None,
+    pictured: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
     """Write weights, config, the student's code and tokenizer; an older checkpoint stays until the new one is complete.
 
     `files` hold the teacher's weights, if the student has the same: they become part of the checkpoint unchanged.
     Other weights are written in the model's type, and those that are read in every pass in the `stored` type.
+    `pictured` are the files that say how pictures are prepared.
     """
     with replacing(folder) as unfinished:
         if not files or not save_around(student, unfinished, files):
@@ -140,6 +146,8 @@ def save(
                 student.save_pretrained(unfinished, max_shard_size=MAX_SHARD)
         if tokenizer is not None:
             save_tokenizer(tokenizer, unfinished)
+        for name, content in name_processor(student, pictured or {}).items():
+            (unfinished / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         readable = (unfinished / "config.json").stat().st_mode
         for shard in unfinished.glob("*.safetensors"):
             if shard.stat().st_nlink == 1:
@@ -151,6 +159,15 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     for name in OF_THIS_MACHINE:
         tokenizer.init_kwargs.pop(name, None)
     tokenizer.save_pretrained(folder)
+
+
+def name_processor(student: LinearizedForCausalLM, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the files of a processor with its class, which transformers else finds by the kind of the teacher."""
+    kind = PROCESSOR_MAPPING_NAMES.get(student.config.linearized["teacher_type"])
+    if not files or not isinstance(kind, str) or any("processor_class" in content for content in files.values()):
+        return dict(files)
+    own = files.get(PROCESSOR_FILE, {})
+    return {**files, PROCESSOR_FILE: {**own, "processor_class": kind}}
 
 
 def link_missing_weights(run: Run, token: str | None = None, in_job: bool = False) -> None:
@@ -255,6 +272,11 @@ def load_tokenizer_of(run: Run) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(run.checkpoint, trust_remote_code=False)
     except Exception as error:  # each kind reads its files in its own way, with errors of many types
         raise damaged_checkpoint(run, "has no tokenizer that can be loaded", error) from error
+
+
+def load_processor_of(run: Run) -> Any:
+    """Load what prepares pictures for the student of a run; None: it reads none."""
+    return load_processor(run.checkpoint) if run.inspection.reads_pictures else None
 
 
 def load(folder: str | Path, **options: object) -> LinearizedForCausalLM:

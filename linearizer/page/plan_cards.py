@@ -43,7 +43,7 @@ def model_card(inspection: Inspection) -> str:
     ]
     refusal = "" if inspection.supported else f"Not supported, because {inspection.reason}: {inspection.remedy}."
     kind = inspection.architecture + (f" · {inspection.revision[:8]}" if inspection.revision else "")
-    kind += f" · the text tower of {inspection.tower_of}: it reads no pictures" if inspection.tower_of else ""
+    kind += f" · {inspection.reads}" if inspection.reads else ""
     kind += f" · quantised: {inspection.quantised}" if inspection.quantised else ""
     return show_model(inspection, kind, pairs if inspection.layers else (), refusal)
 

@@ -50,6 +50,8 @@ class Inspection(ModelFacts):
     cache_bytes_per_token: int  # in the layers that a student replaces
     budgets: tuple[Budget, ...]
     tower_of: str | None = None  # the class of the whole model, if this is its text tower
+    text_because: str | None = None  # why it is, if that is known
+    reads_pictures: bool = False  # whether its student reads pictures, too
     quantised: str | None = None  # how its weights are quantised
     packed: bool = False  # whether they stay so while it computes
     links: bool = True  # whether a student loads from its unchanged files
@@ -59,6 +61,14 @@ class Inspection(ModelFacts):
     recurrent_bytes: int = 0  # of these states, for one text
     alters_scores: bool = False  # whether it caps scores, or has learned sinks
     resting: int = 0  # parameters that a token does not use: those of other experts
+
+    @property
+    def reads(self) -> str:
+        """Say what its student reads beside text, or why it reads no pictures; "" for a model of text."""
+        if self.reads_pictures:
+            return "its student reads pictures, too"
+        because = f", because {self.text_because}" if self.text_because else ""
+        return f"the text tower of {self.tower_of}: its student reads no pictures{because}" if self.tower_of else ""
 
     @property
     def active(self) -> int:

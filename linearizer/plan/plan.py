@@ -40,7 +40,7 @@ ALLOCATION = "what heads hold"  # options by which a run's measurements can be a
 METHOD, MEASURING, TRAINING, MACHINE = "the method", "measuring", "training", "the machine"
 BY_RECIPE = "the recipe's"
 ADJUSTABLE = ("texts", "length")  # options that shrink to the length of a source, if they are left out
-LOSSES = ("softmax", "output", "direct", "logits", "softmax+direct", "output+direct")
+LOSSES = ("softmax", "l2", "output", "direct", "logits", "softmax+direct", "output+direct")
 ADAPTER_RANK = 8  # where heads hold no features, and only adapters can be trained
 FORMER_LOSSES = ("squares",)  # of stored runs: it fitted what layers write, which spoiled longer texts
 
@@ -117,6 +117,7 @@ class Plan(JsonProduct):
     text: str = measuring(
         "builtin", "the text to measure and train on: builtin, self, file:PATH or dataset:ID[:config][:split][:column]"
     )
+    text_only: bool = measuring(False, "leave out what reads pictures, in a model that does")
     texts: int | None = measuring(
         None, "how many texts to measure", f"{USUAL_TEXTS}, fewer where texts are long, or the source is short", least=1
     )
@@ -136,7 +137,7 @@ class Plan(JsonProduct):
     )
     loss: str | None = training(
         None,
-        "layer by layer (softmax, output), or end to end (direct, logits)",
+        "layer by layer (softmax, l2, output), or end to end (direct, logits)",
         f"{BY_RECIPE}; logits where heads hold no features",
         choices=LOSSES,
         former=FORMER_LOSSES,
@@ -220,9 +221,10 @@ class Plan(JsonProduct):
                 f"the strategy memory needs a memory, and feature map {self.feature_map!r} is none: ask for "
                 f"--feature-map {' or '.join(list(UPDATE_RULES)[-3:])}, or another strategy"
             )
-        if self.memory and self.trains and "softmax" in self.resolved_loss:
+        if self.memory and self.trains and self.resolved_loss.partition("+")[0] in ("softmax", "l2"):
             raise RequestError(
-                f"{self.memory} has no rows of attention, which the loss softmax compares: ask for --loss output"
+                f"{self.memory} has no rows of attention, which the loss {self.resolved_loss} compares: ask for "
+                "--loss output"
             )
 
     @property

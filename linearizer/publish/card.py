@@ -92,6 +92,7 @@ class Card(ABC):
 
     template: ClassVar[str]  # a file of this room
     task: str  # of the Hub: what the student does
+    judged: str = ""  # the task that it is judged by, if it is another
     auto_class: str  # that loads the student
     library: str = "transformers"  # that this class is of
     reads: str = "texts"  # or pictures, or latents
@@ -153,7 +154,7 @@ class Card(ABC):
         source = plan.get("pictures") or plan["text"]
         results = [
             EvalResult(
-                task_type=self.task,
+                task_type=self.judged or self.task,
                 dataset_type=text.split(":")[1] if is_on_hub(text) else text,
                 dataset_name=text + about,
                 metric_type=re.sub(r"\W+", "_", name.lower()).strip("_"),
@@ -243,6 +244,9 @@ class CausalCard(Card):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run, run.inspection)
+        if run.inspection.reads_pictures:
+            self.task, self.judged = "image-text-to-text", self.task
+            self.auto_class = "AutoModelForImageTextToText"
 
     @cached_property
     def parts(self) -> dict[str, Part]:

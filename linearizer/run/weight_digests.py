@@ -18,6 +18,7 @@ KNOWN_FILES = 256  # digests that a process remembers
 TOKENIZER = (  # files of a tokenizer of any kind
     "tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.jinja"
 )  # fmt: skip
+PROCESSOR = ("*processor_config.json", "chat_template.json")  # files of what prepares pictures
 CONFIG = ("config.json", "*.index.json")  # another digit in them makes another model, which also answers
 OF_THIS_MACHINE = ("is_local", "local_files_only")  # transformers writes them into a tokenizer's settings
 
@@ -50,7 +51,7 @@ def read_digests(run: Run) -> dict[str, str]:
 
 def digested_files(folder: Path) -> list[Path]:
     """List the files of a checkpoint in which damage would not be noticed otherwise."""
-    small = {path for pattern in (*CONFIG, *TOKENIZER) for path in folder.glob(pattern) if path.is_file()}
+    small = {path for pattern in (*CONFIG, *TOKENIZER, *PROCESSOR) for path in folder.glob(pattern) if path.is_file()}
     return [*weight_files(folder), *sorted(small)]
 
 

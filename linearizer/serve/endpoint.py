@@ -32,9 +32,11 @@ from linearizer.serve.state_files import load_state
 from linearizer.serve.state_routes import add_state_routes
 from linearizer.serve.states import Beginning, States, begin_at
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
+from linearizer.student.picture_positions import deltas_of
 from linearizer.teacher.logits import vocabulary
 from linearizer.teacher.token_loop import ends_of
 
+OF_PICTURES = "the state has read a picture, and the server goes on after texts alone: use `linearizer ask --state`"
 STOPPED = "the server was stopped before the answer was complete: ask again when it is back"
 LATE_SECONDS = 10  # after a request's deadline, for the client to read the error
 RETRY_SECONDS = 5  # after which a refused client may try again
@@ -79,6 +81,8 @@ class Served:
             raise Refusal(503, STOPPED) from error
         if len(tensors_of(cache)[0]) != 1:
             raise RequestError("the state is of several texts at once: send the state of one")
+        if deltas_of(cache) is not None:
+            raise RequestError(OF_PICTURES)
         return cache
 
 

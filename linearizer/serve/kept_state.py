@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -19,9 +20,10 @@ from linearizer.run.folder import Run
 from linearizer.serve.state_files import held, load_state, save_state
 from linearizer.student.cache import MAX_TURNS, LinearizedCache, LinearizedLayer
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
-from linearizer.teacher.chat_template import next_turn_tokens, turn_tokens
+from linearizer.teacher.chat_template import next_turn_tokens
 from linearizer.teacher.logits import recurrent_bytes
-from linearizer.teacher.token_loop import TextStream, ends_of, generate_tokens, read_tokens
+from linearizer.teacher.picture_prompts import Pictures, make_prompt
+from linearizer.teacher.token_loop import NONE, TextStream, ends_of, generate_tokens, read_tokens
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,13 @@ class Answer:
     reading: ReadingSize
 
 
-def read(run: Run, text: str, path: Path, more: bool = False, raw: bool = False) -> Steps[ReadingSize]:
+def read(
+    run: Run, text: str, path: Path, more: bool = False, raw: bool = False, pictures: Sequence[Any] = ()
+) -> Steps[ReadingSize]:
     """Let the student of a run read a text and write its state to a file; `more`: continue from the file's state.
 
-    A model with a chat template reads it as what its user says, unless `raw`. A later text can be taken back.
+    A model with a chat template reads it as what its user says, unless `raw`. A later text can be taken back. Pictures
+    come before the text.
     """
     with held(path):
         if path.exists() and not more:
@@ -46,9 +51,9 @@ def read(run: Run, text: str, path: Path, more: bool = False, raw: bool = False)
         cache = load_state(student, path) if more else student.empty_cache()
         if more:
             cache.begin_turn()
-        ids = tokenize(tokenizer, text, cache, asks=False, raw=raw)
+        ids, shown = tokenize(run, tokenizer, text, cache, asks=False, raw=raw, pictures=pictures)
         yield Progress("read", 0, ids.shape[1], "tokens")
-        for count in read_tokens(student, ids, cache):
+        for count in read_tokens(student, ids, cache, shown):
             yield Progress("read", count, ids.shape[1], "tokens")
         save_state(cache, path)
     return measure(student, run.layers, cache)
@@ -63,6 +68,7 @@ def ask(
     seed: int = 0,
     sample: bool = False,
     raw: bool = False,
+    pictures: Sequence[Any] = (),  # files, or pictures of PIL, before the prompt
 ) -> Generator[str, None, Answer]:
     """Let the student of a run answer a prompt, after the text of a state in a file; yield what it writes.
 
@@ -76,8 +82,8 @@ def ask(
         cache = student.empty_cache() if path is None else load_state(student, path)
         if keep:
             cache.begin_turn()
-        ids = tokenize(tokenizer, prompt, cache, asks=True, raw=raw)
-        tokens = yield from write_answer(student, tokenizer, ids, cache, new_tokens, seed, sample)
+        ids, shown = tokenize(run, tokenizer, prompt, cache, asks=True, raw=raw, pictures=pictures)
+        tokens = yield from write_answer(student, tokenizer, ids, cache, new_tokens, seed, sample, shown)
         unread = [] if tokens[-1] in ends_of(student) else tokens[-1:]
         if unread := unread + next_turn_tokens(tokenizer, raw):
             for _ in read_tokens(student, torch.tensor([unread]), cache):
@@ -107,13 +113,20 @@ def measure(student: LinearizedForCausalLM, layers: tuple[Layer, ...], cache: Li
 
 
 def tokenize(
-    tokenizer: PreTrainedTokenizerBase, text: str, cache: LinearizedCache, asks: bool, raw: bool
-) -> torch.Tensor:  # (1, tokens)
+    run: Run,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    cache: LinearizedCache,
+    asks: bool,
+    raw: bool,
+    pictures: Sequence[Any] = (),
+) -> tuple[torch.Tensor, Pictures]:  # (1, tokens), and the pictures among them
     """Turn what a user says after the texts in the cache into tokens."""
-    tokens = turn_tokens(tokenizer, text, not cache.get_seq_length(), asks, raw)
-    if not text or not tokens:
+    processor = checkpoint.load_processor_of(run) if pictures else None
+    prompt = make_prompt(tokenizer, processor, text, pictures, not cache.get_seq_length(), asks, raw)
+    if not text or not prompt.tokens:
         raise TextError("there is nothing to read: the text is empty")
-    return torch.tensor([tokens])
+    return torch.tensor([prompt.tokens]), prompt.pictures
 
 
 def write_answer(
@@ -124,6 +137,7 @@ def write_answer(
     new_tokens: int,
     seed: int,
     sample: bool,
+    pictures: Pictures = NONE,
 ) -> Generator[str, None, list[int]]:
     """Continue a prompt after the texts in the cache; yield the text piece by piece, and return its tokens.
 
@@ -133,7 +147,7 @@ def write_answer(
         raise RequestError(f"an answer of {new_tokens} tokens is not allowed: ask for at least one token")
     written: list[int] = []
     stream = TextStream(tokenizer, ids[0].tolist())
-    for _ in read_tokens(student, ids[:, :-1], cache):
+    for _ in read_tokens(student, ids[:, :-1], cache, pictures):
         pass
     for token in generate_tokens(student, ids[:, -1:].to(student.device), cache, new_tokens, seed, sample):
         written.append(token)

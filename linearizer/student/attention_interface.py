@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -47,8 +47,24 @@ Tensor = torch.Tensor
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
     """Return the softmax attention modules of a model in layer order; other layers of a hybrid have none."""
-    named = [m for m in model.modules() if type(m).__name__.endswith("Attention") and hasattr(m, "layer_idx")]
-    return sorted(filter(hands_over, named), key=lambda module: int(module.layer_idx))  # type: ignore[arg-type]
+    modules = decoder_of(model).modules()  # towers for pictures number their layers, too
+    named = [m for m in modules if type(m).__name__.endswith("Attention") and hasattr(m, "layer_idx")]
+    return sorted(filter(hands_over, named), key=lambda module: int(module.layer_idx))
+
+
+def decoder_of(model: Any) -> Any:
+    """Return the part of a model that reads the tokens of a text: its text tower, if it has others."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    if not isinstance(decoder, PreTrainedModel):  # modernbert-decoder returns its head
+        decoder = getattr(model, "base_model", model)
+    return decoder
+
+
+def implementations(model: PreTrainedModel, name: str) -> str | dict[str, str]:
+    """Name an implementation for a model's decoder: towers for pictures keep their own."""
+    config, text = model.config, decoder_of(model).config
+    parts = [key for key in config.sub_configs if getattr(config, key, None) is text]
+    return {"": name, parts[0]: name} if parts else name
 
 
 def attention_by_layer(model: nn.Module) -> dict[int, nn.Module]:
@@ -88,6 +104,8 @@ def linearized(
     student = getattr(module, "student", None)
     if student is None:
         return attend_as_teacher(module, query, key, value, attention_mask, scaling, **kwargs)
+    if attention_mask is not None and attention_mask.shape[-2] > 1:
+        raise ValueError(NOT_SERVED)
     real = None if attention_mask is None else attention_mask[:, 0, 0]
     scale, scores = score_scale(query, scaling), scores_of(module, kwargs)
 
@@ -147,11 +165,15 @@ def padding_only(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Return which new tokens are not padding: a student needs no tokens × tokens mask."""
-    if local_size is not None:
+    """Return which new tokens are not padding: a student needs no tokens × tokens mask.
+
+    Layers without a student get such a mask, as their teacher makes it.
+    """
+    is_causal = mask_function is causal_mask_function
+    if local_size is not None or (not is_causal and q_length > 1):
         mask_inputs = {"mask_function": mask_function, "attention_mask": attention_mask, "local_size": local_size}
         return sdpa_mask(q_length=q_length, **mask_inputs, **kwargs)
-    if mask_function is not causal_mask_function:
+    if not is_causal:
         raise ValueError(NOT_SERVED)
     real = None if attention_mask is None else attention_mask[:, -q_length:]
     if real is None:
@@ -164,9 +186,7 @@ def padding_only(
 
 def serve_decoder(base: PreTrainedModel, linearized: Sequence[bool]) -> None:
     """Make a model's decoder pass the students' cache to its layers, whoever calls it."""
-    decoder: Any = base.get_decoder()
-    if not isinstance(decoder, PreTrainedModel):  # modernbert-decoder returns its head
-        decoder = base.base_model
+    decoder = decoder_of(base)
     decoder.linearized = tuple(linearized)
     modules = attention_by_layer(base)
     decoder.attentions = tuple(modules.get(index) if mine else None for index, mine in enumerate(linearized))
@@ -181,8 +201,8 @@ def give_cache(names: tuple, decoder: Any, args: tuple, kwargs: dict) -> tuple[t
         return None  # it attends as its teacher did
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     mask, positions, cache = kwargs.get("attention_mask"), kwargs.get("position_ids"), take_cache(kwargs)
-    if mask is not None and getattr(mask, "ndim", None) != 2:
-        raise ValueError(NOT_SERVED)
+    if mask is not None and not isinstance(mask, dict) and getattr(mask, "ndim", None) != 2:
+        raise ValueError(NOT_SERVED)  # a dictionary holds masks that the model around its decoder made (gemma4)
     leave_out_weights(kwargs, decoder.config)
     inputs = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
     if cache is None:
@@ -199,14 +219,16 @@ def give_cache(names: tuple, decoder: Any, args: tuple, kwargs: dict) -> tuple[t
     if torch.compiler.is_compiling() and mask is positions is cache is None:  # else transformers assumes packed texts
         kwargs["attention_mask"] = torch.ones(inputs.shape[:2], dtype=torch.long, device=inputs.device)
     past = 0 if cache is None else cache.get_seq_length()
-    if cache is not None and mask is None and positions is not None and not past and restarts(positions):
+    numbers = positions if positions is None or positions.ndim == 2 else positions[: len(positions) - 3]
+    if cache is not None and mask is None and numbers is not None and not past and restarts(numbers):
         raise ValueError(NOT_SERVED)  # without a cache transformers itself detects packed texts
     if cache is not None and not past and (kernels := find_kernels()) is not None:
         students = [getattr(module, "student", None) for module in decoder.attentions]
         if inputs.shape[1] > max(getattr(student, "exact_tokens", 0) for student in students):
             kernels.begin_texts(students, [getattr(layer, "memory", None) for layer in cache.layers], inputs)
-    if mask is not None and positions is None and "position_ids" in names and mask.shape[1] == past + inputs.shape[1]:
-        kwargs["position_ids"] = positions_of(mask)[:, past:]
+    counted = isinstance(mask, torch.Tensor) and mask.shape[1] == past + inputs.shape[1]
+    if counted and positions is None and "position_ids" in names:
+        kwargs["position_ids"] = positions_of(cast(Tensor, mask))[:, past:]
     elif mask is positions is None and past and "position_ids" in names and not all(decoder.linearized):
         new = torch.arange(past, past + inputs.shape[1], device=inputs.device)  # bamba starts at 0
         kwargs["position_ids"] = new[None]

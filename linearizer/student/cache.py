@@ -8,6 +8,7 @@ import copy
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -161,6 +162,7 @@ class LinearizedCache(Cache):
     token_graph: Any = None  # which reads its next tokens (token_graph.py); False: none does
     tokens_alone = 0  # read one after another before there was a graph
     is_half_read = False  # whether a call failed after some layers had read its tokens
+    rope_deltas: torch.Tensor | None = None  # (texts, 1), of positions after pictures (picture_positions.py)
 
     def __init__(self, layers: list[CacheLayerMixin], model: Callable[[], PreTrainedModel | None]) -> None:
         super().__init__(layers=layers)
@@ -171,12 +173,22 @@ class LinearizedCache(Cache):
     def reset(self) -> None:
         super().reset()
         self.token_graph, self.tokens_alone, self.turns, self.is_half_read = None, 0, [], False
+        self.rope_deltas = None
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        change_texts(self.layers, lambda x: x.repeat_interleave(repeats, 0))
+        self.change_texts(lambda x: x.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        change_texts(self.layers, lambda x: x[indices])
+        self.change_texts(lambda x: x[indices])
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        self.rope_deltas = changed_deltas(self, lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def change_texts(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Change the texts (first axis) of each tensor."""
+        change_texts(self.layers, change)
+        self.rope_deltas = changed_deltas(self, change)
 
     def save(self, path: str) -> None:
         """Write the state, and those before the turns, to a file for `model.load_cache(path)`."""
@@ -192,14 +204,24 @@ class LinearizedCache(Cache):
         return self.copied_texts(lambda x: x.clone() if texts == 1 else x.repeat_interleave(texts, 0))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LinearizedCache":
-        """Copy the state and its turns to another device or dtype; bytes stay bytes, and sums stay fp32."""
+        """Copy the state and its turns to another device or dtype; bytes stay bytes, and sums stay fp32.
 
-        def change(name: str, x: torch.Tensor) -> torch.Tensor:
+        A state that is there already is returned itself, like a tensor: hooks of accelerate move it for each module.
+        """
+        stays: list[bool] = []
+
+        def change(name: str, x: torch.Tensor, copy: bool = True) -> torch.Tensor:
             kind = x.dtype
             if dtype is not None and x.is_floating_point():
                 kind = dtype if name in KEYS_AND_VALUES else working_dtype(x.new_empty(0, dtype=dtype))
-            return x.to(device, kind, copy=True)
+            moved = x.to(device, kind, copy=copy)
+            stays.append(moved is x)
+            return moved
 
+        for each in (self, *self.turns):
+            each.copied(partial(change, copy=False))
+        if all(stays):
+            return self
         result = self.copied(change)
         result.turns = [turn.copied(change) for turn in self.turns]
         return result
@@ -214,11 +236,14 @@ class LinearizedCache(Cache):
             raise ValueError(
                 f"there is no turn to take back: call begin_turn before each, at most {MAX_TURNS} are kept"
             )
-        self.layers, self.is_half_read = self.turns.pop().layers, False
+        before = self.turns.pop()
+        self.layers, self.rope_deltas, self.is_half_read = before.layers, before.rope_deltas, False
 
     def copied(self, change: Change) -> "LinearizedCache":
         """Return a copy without turns, with `change` applied to each tensor."""
-        return LinearizedCache([copy_layer(layer, change) for layer in self.layers], self.model)
+        result = LinearizedCache([copy_layer(layer, change) for layer in self.layers], self.model)
+        result.rope_deltas = changed_deltas(self, lambda x: change("count", x))
+        return result
 
     def copied_texts(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "LinearizedCache":
         """Return a copy without turns; `change` copies the texts (first axis) of each tensor."""
@@ -226,7 +251,15 @@ class LinearizedCache(Cache):
             layer.copied_texts(change) if has_student(layer) else copy_layer(layer, lambda name, x: change(x))
             for layer in self.layers
         ]
-        return LinearizedCache(layers, self.model)
+        result = LinearizedCache(layers, self.model)
+        result.rope_deltas = changed_deltas(self, change)
+        return result
+
+
+def changed_deltas(cache: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
+    """Return a cache's differences of positions after pictures, changed, if it has any."""
+    deltas = getattr(cache, "rope_deltas", None)
+    return None if deltas is None else change(deltas)
 
 
 def take_cache(kwargs: dict) -> Cache | None:

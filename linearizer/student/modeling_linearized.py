@@ -1,4 +1,4 @@
-"""A causal language model of transformers whose attention layers have a state of fixed size.
+"""A language model of transformers whose attention layers have a state of fixed size; it may read pictures, too.
 
 Its class is a subclass of its teacher's, so that weights, adapters, quantisation, losses and generation are the
 teacher's; each attention module has a `student`, which transformers calls in place of its attention
@@ -35,7 +35,9 @@ from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GenerationConfig,
     GenerationMixin,
     PreTrainedConfig,
@@ -49,11 +51,13 @@ from .attention_interface import (
     attention_by_layer,
     device_of,
     hand_over_state,
+    implementations,
     leave_out_weights,
     serve_decoder,
 )
 from .cache import CACHE, LinearizedCache, empty_cache, take_cache
 from .layer_student import LayerStudent, SharedStudent, find_kernels, generator_at, holds_more, named_head
+from .picture_positions import deltas_of, numbering_part, place_tokens
 from .saved_state import read_state
 
 NOT_BATCHED = (
@@ -66,7 +70,7 @@ BEYOND = (
 )
 CODE = (
     *("modeling_linearized", "attention_interface", "attention_of_student", "layer_student", "exact_cache", "cache"),
-    "saved_state",
+    *("saved_state", "picture_positions"),
 )
 CODE_OF_OTHER_HEADS = (
     *("modeling_with_other_heads", "other_heads", "columns", "softmax_parts", "features_torch", "feature_maps"),
@@ -151,6 +155,8 @@ class OfStudent:
         others = any(holds_more(head) for layer in layers for head in layer["heads"])
         entry = CODE_OF_OTHER_HEADS[0] if others else CODE[0]
         classes = {"AutoConfig": "LinearizedConfig", "AutoModelForCausalLM": "LinearizedForCausalLM"}
+        if reads_pictures(type(self).__bases__[1]):
+            classes["AutoModelForImageTextToText"] = "LinearizedForCausalLM"
         self.auto_map = {auto: f"{entry}.{name}" for auto, name in classes.items()}
         os.makedirs(save_directory, exist_ok=True)
         for name in (*CODE, *CODE_OF_OTHER_HEADS) if others else CODE:
@@ -163,7 +169,20 @@ def config_like(teacher: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """Make the class of the configs of students whose teachers have such configs."""
     kind = type(LinearizedConfig.__name__, (OfStudent, teacher), {})
     AutoModelForCausalLM.register(kind, LinearizedForCausalLM, exist_ok=True)
+    if reads_pictures(teacher):
+        AutoModelForImageTextToText.register(kind, LinearizedForCausalLM, exist_ok=True)
     return kind
+
+
+def reads_pictures(kind: type[PreTrainedConfig]) -> bool:
+    """Whether models with such configs read pictures and write text."""
+    return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
+def class_of(kind: type[PreTrainedConfig]) -> type[PreTrainedModel]:
+    """Return the class of the models with such configs: of the whole model, if it reads pictures."""
+    kinds = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if reads_pictures(kind) else MODEL_FOR_CAUSAL_LM_MAPPING
+    return kinds[kind]
 
 
 @functools.cache
@@ -186,11 +205,13 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __new__(cls, config: Any = None, *args: object, **kwargs: object) -> Any:
         if cls is LinearizedForCausalLM:
-            cls = model_like(MODEL_FOR_CAUSAL_LM_MAPPING[type(config).__bases__[1]])
+            cls = model_like(class_of(type(config).__bases__[1]))  # type: ignore[arg-type]
         return super().__new__(cls)
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        config._attn_implementation = IMPLEMENTATION
+        text = config.get_text_config(decoder=True)
+        parts = {key: IMPLEMENTATION for key in config.sub_configs if getattr(config, key, None) is text}
+        config._attn_implementation = {"": IMPLEMENTATION, **parts}
         super().__init__(config, *args, **kwargs)
         self.add_students()
         self.post_init()
@@ -200,7 +221,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         find_kernels()  # torch.compile cannot look for them
         self.call_reader: Any = None  # by which kernels read a call of all layers
         modules, entries = attention_by_layer(self), self.config.linearized
-        if len(entries["layers"]) != (count := self.config.get_text_config(decoder=True).num_hidden_layers):
+        if len(entries["layers"]) != (count := self.text_config.num_hidden_layers):
             raise ValueError(f"the config describes {len(entries['layers'])} layers, the model has {count}")
         for index, layer in enumerate(entries["layers"]):
             if layer is not None:
@@ -232,11 +253,16 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         if "_old_forward" in vars(teacher):  # which a hook of accelerate calls
             teacher._old_forward = MethodType(type(teacher).forward, teacher)
         teacher.add_students()
-        PreTrainedModel.set_attn_implementation(teacher, IMPLEMENTATION)
+        PreTrainedModel.set_attn_implementation(teacher, implementations(teacher, IMPLEMENTATION))
         for index, module in attention_by_layer(teacher).items():
             if isinstance(layer := getattr(module, "student", None), LayerStudent):
                 layer.to(device_of(module, next(teacher.parameters()).device)).reset(generator_at(seed, index))
         return teacher.train(teacher.training)
+
+    @property
+    def text_config(self) -> Any:
+        """The config of the part that reads text: the model's own, unless it has other parts."""
+        return self.config.get_text_config(decoder=True)
 
     def students(self) -> list[LayerStudent]:
         return [module for module in self.modules() if isinstance(module, LayerStudent)]
@@ -275,12 +301,14 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
     def read(self, arguments: dict[str, Any]) -> object:
         """Read tokens: the forward of every linearized model."""
         if self.attends_as_teacher:
+            place_tokens(self, arguments, arguments.get(CACHE))
             return self.read_by_layers(**arguments)
         arguments = {"input_ids": None, "inputs_embeds": None, "logits_to_keep": 0, **arguments}
         cache, use_cache = take_cache(arguments), arguments.get("use_cache")
-        use_cache = self.config.use_cache if use_cache is None else use_cache
+        use_cache = self.text_config.use_cache if use_cache is None else use_cache
         if cache is None and use_cache:
             cache = self.empty_cache()
+        place_tokens(self, arguments, cache)
         arguments |= {"use_cache": use_cache, CACHE: cache}
         leave_out_weights(arguments, self.config)
         if torch.compiler.is_compiling():
@@ -297,12 +325,12 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
 
     def warn_beyond_positions(self, inputs: torch.Tensor | None, cache: Cache | None) -> None:
         """Warn that a text is longer than the teacher's positions: a state has room for any length."""
-        most = getattr(self.config, "max_position_embeddings", None)
+        most = getattr(self.text_config, "max_position_embeddings", None)
         if most and inputs is not None and inputs.shape[1] + (0 if cache is None else cache.get_seq_length()) > most:
             logger.warning_once(BEYOND.format(most))
 
     def empty_cache(self) -> LinearizedCache:
-        return empty_cache(self.config, self.layers_with_states(), self)
+        return empty_cache(self.text_config, self.layers_with_states(), self)
 
     def load_cache(self, path: str) -> LinearizedCache:
         """Read a state that `cache.save(path)` wrote; refuse a damaged one, and one of another model."""
@@ -320,6 +348,12 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         if cache is not None or generation_config.use_cache is not False:
             model_kwargs[CACHE] = self.empty_cache() if cache is None else cache
         return None
+
+    def _prepare_position_ids_for_generation(self, inputs_tensor: torch.Tensor, model_kwargs: dict) -> torch.Tensor:
+        if (part := numbering_part(self)) is not None:
+            cache = model_kwargs.get(CACHE)
+            part.rope_deltas = deltas_of(cache) if cache is not None and cache.get_seq_length() else None
+        return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
 
     def set_attn_implementation(self, attn_implementation: str | dict, *args: object, **kwargs: object) -> None:
         raise ValueError(

@@ -20,6 +20,7 @@ from .attention_of_student import tensors
 FORMAT = "linearized state 4"  # of a layer in memory, too: each copy of this code accepts another's
 WITH_TURNS = "linearized state 5"
 EXACT = "exact"  # in names of tensors, where states of heads have a number
+DELTAS = "rope_deltas"  # the tensor of positions after pictures (picture_positions.py)
 WEIGHTS = "weights"  # the tensor of a file that is not part of the state
 SAMPLED = 16  # numbers of each weight that tell a model from others
 ROUNDING, LEAST = 2**-8, 2**-24  # by which a number may differ between two dtypes such as bf16 and fp16
@@ -107,13 +108,16 @@ def form_of(model: Any, names: list[str]) -> Any:
     """Return a cache after one token, or none if there are no names, with states of the kinds that are named."""
     if not names:
         return model.empty_cache()
-    states = {name.rpartition(": ")[2].split(".")[1] for name in names}
+    plain = [name.rpartition(": ")[2] for name in names]
+    states = {name.split(".")[1] for name in plain if name != DELTAS}
     of_heads = any(map(str.isdecimal, states))
     cache = begin_cache(model, not of_heads)
     if of_heads and EXACT in states:  # some of its texts are exact
         for layer, beside in zip(cache.layers, begin_cache(model, True).layers, strict=True):
             if has_states := getattr(beside, "memory", None):
                 layer.memory += has_states
+    if DELTAS in plain:
+        cache.rope_deltas = torch.zeros(1, 1, dtype=torch.long)
     return cache
 
 
@@ -162,6 +166,8 @@ def places(cache: Any) -> dict[str, tuple[Any, Any]]:
         for name in ("conv_states", "recurrent_states"):
             states = getattr(layer, name, None) or {}
             places_by_name |= {f"{index}.{name}.{key}": (states, key) for key, x in states.items() if x is not None}
+    if isinstance(getattr(cache, DELTAS, None), Tensor):
+        places_by_name[DELTAS] = (cache, DELTAS)
     return places_by_name
 
 

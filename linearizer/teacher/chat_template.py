@@ -36,14 +36,22 @@ def write_chat(
     given, arguments = variables or {}, inspect.signature(tokenizer.apply_chat_template).parameters
     if reserved := given.keys() & arguments.keys():
         raise RequestError(f"chat_template_kwargs may not set {min(reserved)}: name variables of the template only")
+    last = messages[-1]["content"].strip()
+
+    def write(messages: Sequence[Mapping[str, Any]]) -> str:
+        return str(tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=True, **given))
+
     try:
-        written = tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=True, **given)
+        written = write(messages)
+        if last and last not in written:  # templates of models that read pictures may want a list of parts
+            in_parts = write([{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages])
+            written = in_parts if last in in_parts else written
     except Exception as error:  # a template is a program, and may raise any error
         remedy = "leave the system prompt out, or " * (messages[0]["role"] == "system") + CONTINUE
         raise RequestError(
             f"the model's chat template refuses these messages ({first_line(error)}): {remedy}"
         ) from error
-    return str(written)
+    return written
 
 
 def turn_texts(

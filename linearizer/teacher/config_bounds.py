@@ -10,10 +10,17 @@ from linearizer.errors import UnsupportedModel
 
 MAX_BYTES = 2**24  # of a config: those of published models have some kilobytes
 MAX_LAYERS, MAX_EXPERTS, MAX_LABELS = 1024, 4096, 2**16
+MAX_PIXELS = 2**12  # on a side: tables of positions are as large as their square
 MAX_PARTS = 2**18  # layers × experts, which some models have as modules
 LAYERS = re.compile(r"(^|_)(n_layer|(layers|depths?|blocks))$")
 EXPERTS, LABELS = re.compile(r"experts$"), re.compile(r"^num_labels$")
-BOUNDS = ((LAYERS, "layers", MAX_LAYERS), (EXPERTS, "experts", MAX_EXPERTS), (LABELS, "labels", MAX_LABELS))
+PIXELS = re.compile(r"(^|_)image_size$")
+BOUNDS = (
+    (LAYERS, "layers", MAX_LAYERS),
+    (EXPERTS, "experts", MAX_EXPERTS),
+    (LABELS, "labels", MAX_LABELS),
+    (PIXELS, "pixels a side", MAX_PIXELS),
+)
 
 
 def check_counts(name: str, config: Mapping[str, Any], tensors: int) -> None:
@@ -47,7 +54,7 @@ def list_counts(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
             yield from list_counts(item, str(name))
     elif isinstance(value, list):
         for item in value:
-            if isinstance(item, Mapping):
+            if not isinstance(item, list):
                 yield from list_counts(item, key)
     elif isinstance(value, int | float) and value == value:
         yield key, int(min(max(value, 0), 2**63))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from linearizer.errors import UnsupportedModel
 from linearizer.hub.models import Source
@@ -13,17 +14,19 @@ from linearizer.plan.inspection import Budget, Inspection
 from linearizer.teacher.quantised import check_quantisation, describe_quantisation, gguf_file, is_packed, method_of
 from linearizer.teacher.support import (
     TESTED,
+    TESTED_WHOLE,
     AttentionLayer,
     Refused,
     Watched,
     build_blueprint,
     check_config,
+    check_names,
     check_windows,
-    names_in_files,
     run_blueprint,
     watch_layers,
     whole_of,
 )
+from linearizer.teacher.whole_models import reads_whole, text_because, why_not_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -52,10 +55,10 @@ def watch_if_supported(
     model, watched = None, Watched()
     try:
         check_quantisation(config)
-        check_config(config)
+        check_config(config, reads_whole(config), why_not_whole(config))
         model = build_blueprint(config)
-        if whole_of(config) and source.weights.names:
-            names_in_files(model, source.weights.names)
+        if source.weights.names and (whole_of(config) or reads_whole(config)):
+            check_names(model, source.weights.names)
         watched = run_blueprint(lambda: watch_layers(model))
         check_windows([layer.shape.native_window for layer in watched.layers])
     except Refused as refused:
@@ -70,6 +73,7 @@ def build_and_inspect(source: Source, config: PreTrainedConfig) -> Inspection:
     names = config.architectures
     named = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
     plain = whole_of(config) is None and method_of(config) is None  # else files hold more weights, or packed numbers
+    text = config.get_text_config(decoder=True)
     return Inspection(
         **source.facts,
         architecture=named or (type(model).__name__ if model is not None else config.model_type),
@@ -77,11 +81,11 @@ def build_and_inspect(source: Source, config: PreTrainedConfig) -> Inspection:
         supported=refusal is None,
         reason=refusal.reason if refusal else None,
         remedy=refusal.remedy if refusal else None,
-        tested=refusal is None and config.model_type in TESTED,
+        tested=refusal is None and config.model_type in (TESTED_WHOLE if reads_whole(config) else TESTED),
         layers=layers,
         scalings=tuple(layer.scaling for layer in watched.layers),
-        positions=name_positions(config, model),
-        max_positions=getattr(config, "max_position_embeddings", None),
+        positions=name_positions(text, model),
+        max_positions=getattr(text, "max_position_embeddings", None),
         parameters=source.weights.parameters if model is None or plain else sum(x.numel() for x in model.parameters()),
         weight_bytes=source.weights.bytes,
         cache_bytes_per_token=cache_bytes(layers, 1),
@@ -89,9 +93,11 @@ def build_and_inspect(source: Source, config: PreTrainedConfig) -> Inspection:
         recurrent_bytes=watched.recurrent_bytes,
         alters_scores=watched.alters_scores,
         budgets=tuple(budget_of(layers, tokens) for tokens in BUDGETS) if refusal is None else (),
-        vocabulary=getattr(config.get_text_config(decoder=True), "vocab_size", 0),
+        vocabulary=getattr(text, "vocab_size", 0),
         resting=0 if model is None else count_resting(model),
         tower_of=whole_of(config),
+        text_because=text_because(config),
+        reads_pictures=refusal is None and reads_whole(config),
         quantised=describe_quantisation(config),
         packed=is_packed(config),
         gguf=gguf_file(config),
@@ -102,10 +108,12 @@ def build_and_inspect(source: Source, config: PreTrainedConfig) -> Inspection:
 def can_link_weights(config: PreTrainedConfig, model: PreTrainedModel, source: Source) -> bool:
     """Whether a student loads from its teacher's files: it knows the names of its decoder's weights in them.
 
-    It does not know other names that the teacher's class translates, outside of the decoder.
+    It does not know other names that the teacher's class translates by its own name, or outside of the decoder.
     """
     if whole_of(config) or (method_of(config) and not is_packed(config)):
         return False
+    if reads_whole(config):
+        return get_checkpoint_conversion_mapping(type(model).__name__) is None
     outside = [name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")]
     return not source.weights.names or all(name in source.weights.names for name in outside)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -32,7 +32,8 @@ from linearizer.progress import quiet
 from linearizer.run.events import EventName
 from linearizer.run.files import remove
 from linearizer.run.folder import Run
-from linearizer.run.weight_digests import TOKENIZER
+from linearizer.run.weight_digests import PROCESSOR, TOKENIZER
+from linearizer.student.modeling_linearized import class_of
 from linearizer.teacher.config_bounds import MAX_BYTES, check_counts
 from linearizer.teacher.devices import choose_device, compute_anywhere
 from linearizer.teacher.inspect_model import inspect_model, verify_teacher
@@ -48,12 +49,14 @@ from linearizer.teacher.quantised import (
 )
 from linearizer.teacher.ram import return_freed_memory
 from linearizer.teacher.streaming import leave_states_in_place, place_weights, streamed_weights
-from linearizer.teacher.support import build_blueprint, names_in_files, text_tower, whole_of
+from linearizer.teacher.support import build_blueprint, names_in_files, whole_of
 from linearizer.teacher.text import read_texts
+from linearizer.teacher.whole_models import choose_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+TEMPLATE = "chat_template.json"
 GENERATION = "generation_config.json"
 KINDS_OF_SETTINGS: dict[str, tuple[type, ...]] = {  # transformers does not check these
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "top_k", "max_length", "max_new_tokens"), (int,)),
@@ -69,8 +72,8 @@ SAFELY: dict[str, Any] = {  # options of from_pretrained
 TEXTS = "state/texts.safetensors"  # of a run's folder
 
 
-def load_config(source: Source, token: str | None = None) -> PreTrainedConfig:
-    """Load a model's config: that of its text tower, if it also reads pictures."""
+def load_config(source: Source, token: str | None = None, text_only: bool = False) -> PreTrainedConfig:
+    """Load a model's config: that of its text tower, if its pictures are not served, or with `text_only`."""
     import transformers
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -106,7 +109,7 @@ def load_config(source: Source, token: str | None = None) -> PreTrainedConfig:
     with quiet():
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            return text_tower(config, source.weights.names)
+            return choose_config(config, source.weights.names, text_only)
         except Exception as error:  # each kind checks its config in its own way, with errors of many types
             raise UnsupportedModel(
                 f"{source.name!r} has a {CONFIG} that transformers refuses ({first_line(error)}): repair that file"
@@ -139,12 +142,21 @@ def load_tokenizer(source: Source, token: str | None = None) -> PreTrainedTokeni
             ) from error
 
 
+def load_processor_files(source: Source, token: str | None = None) -> dict[str, dict[str, Any]]:
+    """Read the files that say how a model's pictures are prepared, by name, without the code that they may name."""
+    folder = fetch(source, (CONFIG, *PROCESSOR), token)
+    paths = sorted({path for pattern in PROCESSOR for path in folder.glob(pattern)})
+    files = {path.name: read_json(source.name, path) for path in paths}
+    return {name: {key: x for key, x in content.items() if key != "auto_map"} for name, content in files.items()}
+
+
 def load_teacher(
     source: Source,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     token: str | None = None,
     places: dict[str, str] | None = None,
+    text_only: bool = False,
 ) -> PreTrainedModel:
     """Load a model frozen, in evaluation mode; check that every weight is present, of the right shape and finite.
 
@@ -155,7 +167,7 @@ def load_teacher(
     # MKL divides its work otherwise once the number of threads was set, as measuring does: a process that resumes after
     # that would compute other bits.
     torch.set_num_threads(torch.get_num_threads())
-    config = load_config(source, token)
+    config = load_config(source, token, text_only)
     packed, read_here, quantised = is_packed(config), method_of(config) in READ_HERE, method_of(config) is not None
     folder = fetch_weights(source, token)
     read = partial(read_model, source, folder, config, dtype, {"": device} if packed else places)
@@ -222,9 +234,8 @@ def read_model(
     source: Source, folder: Path, config: PreTrainedConfig, dtype: str | torch.dtype, places: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Let transformers make a model from its files, or from weights expanded here; report missing and wrong weights."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
-
-    attention = implementation_of_teacher(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+    kind = class_of(type(config))
+    attention = implementation_of_teacher(kind, config)
     options: dict[str, Any] = {**SAFELY, "dtype": dtype, "device_map": places, "attn_implementation": attention}
     if whole_of(config):
         options["key_mapping"] = names_in_files(build_blueprint(config), source.weights.names)
@@ -239,7 +250,7 @@ def read_model(
         return read_gguf(folder / source.weights.files[0], config, {**options, "dtype": computing_dtype(dtype, config)})
     if method is not None and not is_packed(config):
         config.quantization_config = {**quantisation_of(config), "dequantize": True}
-    return AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
+    return kind.from_pretrained(folder, config=config, **options)
 
 
 def check_complete(name: str, report: dict) -> None:
@@ -270,22 +281,27 @@ class Teacher:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     stored: torch.dtype | None  # the type of its stored weights, if its config states it
+    pictured: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # the files that prepare its pictures
 
 
 def load_teacher_of(plan: Plan, token: str | None = None, inspection: Inspection | None = None) -> Teacher:
     """Load the teacher of a plan; without its inspection, first refuse a model that cannot be linearized."""
     source = find_model(plan.model, token)
-    config = load_config(source, token)
+    text_only = plan.text_only or (inspection is not None and inspection.tower_of is not None)
+    config = load_config(source, token, text_only)
     if inspection is None:
         inspection = inspect_model(source, config)
         inspection.require_support()
     tokenizer = load_tokenizer(source, token)
+    pictured = load_processor_files(source, token) if inspection.reads_pictures else {}
+    if not tokenizer.chat_template:  # older models keep it among the files of their processor
+        tokenizer.chat_template = pictured.get(TEMPLATE, {}).get("chat_template")
     places = place_weights(config, source, computing_dtype(plan.dtype, config), plan.device)
     if places is not None:
         return_freed_memory()
-    model = load_teacher(source, plan.dtype, choose_device(plan.device), token, places)
+    model = load_teacher(source, plan.dtype, choose_device(plan.device), token, places, text_only)
     verify_teacher(model, inspection)
-    return Teacher(source, inspection, model, tokenizer, stored_dtype(config))
+    return Teacher(source, inspection, model, tokenizer, stored_dtype(config), pictured)
 
 
 def computing_dtype(dtype: str | torch.dtype, config: PreTrainedConfig) -> torch.dtype:

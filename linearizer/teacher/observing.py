@@ -15,9 +15,16 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from linearizer.student.attention_interface import attend_as_teacher, attention_modules, score_scale
+from linearizer.student.attention_interface import (
+    attend_as_teacher,
+    attention_modules,
+    implementations,
+    padding_only,
+    score_scale,
+)
 
 OBSERVED, AS_TEACHER = "linearizer_observed", "linearizer_teacher"
+WITH_MASKS = "linearizer_masks"  # OBSERVED, with the masks that a student would get
 # observe(attention module, query, key, value, scaling, the mask and all other arguments from the layer)
 Observer = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, float, dict], None]
 
@@ -42,7 +49,7 @@ def implementation_of_teacher(model: Any, config: Any) -> str:
 
     Older transformers let SDPA leave caps out.
     """
-    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    capped = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
     return AS_TEACHER if capped or not getattr(model, "_supports_sdpa", True) else "sdpa"
 
 
@@ -55,21 +62,21 @@ def attending_as_teacher(model: PreTrainedModel) -> AbstractContextManager[None]
 def attending(model: PreTrainedModel, implementation: str) -> Iterator[None]:
     """Attend with another implementation in this context."""
     before = model.config._attn_implementation
-    PreTrainedModel.set_attn_implementation(model, implementation)  # a student's own refuses
+    PreTrainedModel.set_attn_implementation(model, implementations(model, implementation))  # a student's own refuses
     try:
         yield
     finally:
-        PreTrainedModel.set_attn_implementation(model, before)
+        PreTrainedModel.set_attn_implementation(model, implementations(model, before))
 
 
 @contextmanager
-def observing(model: PreTrainedModel, observe: Observer) -> Iterator[None]:
+def observing(model: PreTrainedModel, observe: Observer, implementation: str = OBSERVED) -> Iterator[None]:
     """Show the observer what every attention layer of the model attends with, in this context."""
     modules = attention_modules(model)
     for module in modules:
         module.observe = observe  # type: ignore[assignment]
     try:
-        with attending(model, OBSERVED):
+        with attending(model, implementation):
             yield
     finally:
         for module in modules:
@@ -79,3 +86,5 @@ def observing(model: PreTrainedModel, observe: Observer) -> Iterator[None]:
 for _name, _attend in ((OBSERVED, observed), (AS_TEACHER, attend_as_teacher)):
     AttentionInterface.register(_name, _attend)
     AttentionMaskInterface.register(_name, sdpa_mask)
+AttentionInterface.register(WITH_MASKS, observed)
+AttentionMaskInterface.register(WITH_MASKS, padding_only)

@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from linearizer.errors import UnsupportedModel, first_line
 from linearizer.plan.head_bytes import WITHOUT_ATTENTION, Layer
 from linearizer.progress import quiet
-from linearizer.student.attention_interface import attention_modules, scores_of
+from linearizer.student.attention_interface import attention_modules, decoder_of, scores_of
 from linearizer.student.cache import CACHE, recurrent_tensors
+from linearizer.student.modeling_linearized import reads_pictures
 from linearizer.teacher.devices import compute_anywhere
 from linearizer.teacher.observing import observing
 
@@ -39,6 +40,11 @@ TESTED = frozenset(
     "granitemoehybrid helium hunyuan_v1_dense kimi_linear lfm2 lfm2_moe lfm3 llama minimax_m2 mistral mixtral "
     "nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text "
     "qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3 stablelm starcoder2 vaultgemma zaya".split()
+)
+# Kinds whose whole models, which read pictures, are tested in the same way.
+TESTED_WHOLE = frozenset(
+    "aya_vision cohere2_vision gemma4 idefics3 internvl llava mistral3 qwen2_5_vl qwen2_vl qwen3_5 qwen3_vl "
+    "smolvlm".split()
 )
 SOFTMAX_LAYERS = frozenset(["attention", "full_attention", "sliding_attention", "chunked_attention"])
 UNCHANGED_LAYERS = frozenset(["linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding", "moe", "mlp"])
@@ -82,8 +88,11 @@ class Refused(UnsupportedModel):
         self.reason, self.remedy = reason, remedy
 
 
-def check_config(config: PreTrainedConfig) -> None:
-    """Refuse a model that is not a decoder with softmax attention, by its config alone."""
+def check_config(config: PreTrainedConfig, pictures: bool = False, blind_because: str | None = None) -> None:
+    """Refuse a model that is not a decoder with softmax attention, by its config alone.
+
+    It may read `pictures`, or the reason why these are not served is given.
+    """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
@@ -91,9 +100,9 @@ def check_config(config: PreTrainedConfig) -> None:
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
         raise Refused(ENCODER, ENCODERS)
     parts = [name for name in config.sub_configs if any(word in name for word in OTHER_INPUTS)]
-    if parts:
-        raise refuse_multimodal(config, parts)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if parts and not pictures:
+        raise refuse_multimodal(config, parts, blind_because)
+    if not pictures and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         remedy = ENCODERS if getattr(config, "patch_size", None) else ANOTHER
         raise Refused(f"{config.model_type} models do not continue text", remedy)
     if getattr(config, "num_hidden_layers", 1) < 1:
@@ -108,14 +117,15 @@ def check_config(config: PreTrainedConfig) -> None:
         raise Refused(ALIBI)
 
 
-def refuse_multimodal(config: PreTrainedConfig, parts: list[str]) -> Refused:
-    """Explain why the text tower of a multimodal model is not served."""
+def refuse_multimodal(config: PreTrainedConfig, parts: list[str], blind_because: str | None) -> Refused:
+    """Explain why neither a multimodal model nor its text tower is served."""
     sibling, tower = "name its text-only sibling", config.get_text_config(decoder=True)
     if getattr(config, "quantization_config", None) is not None:
         return Refused(f"it is multimodal ({', '.join(parts)}) and quantised", "name the model that it was made from")
     if tower is config:
         return Refused(f"it is multimodal ({', '.join(parts)}), and has no text tower of its own", sibling)
-    return Refused(f"it is multimodal, and {NO_TEXT.format(tower.model_type)}", sibling)
+    pictures = f", its pictures are not served ({blind_because})" if blind_because else ""
+    return Refused(f"it is multimodal{pictures}, and {NO_TEXT.format(tower.model_type)}", sibling)
 
 
 def check_attention(query: torch.Tensor, key: torch.Tensor, arguments: Mapping[str, object]) -> None:
@@ -203,11 +213,12 @@ class MetaValues(TorchDispatchMode):
 
 def build_blueprint(config: PreTrainedConfig, auto_class: Any = None) -> PreTrainedModel:
     """Build a model without weights, on the meta device: it takes no memory, regardless of its size."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    auto_class = auto_class or (AutoModelForImageTextToText if reads_pictures(type(config)) else AutoModelForCausalLM)
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     with torch.device("meta"), refusing_config(), quiet():
-        model = (auto_class or AutoModelForCausalLM).from_config(deepcopy(config), **eager).eval()
+        model = auto_class.from_config(deepcopy(config), **eager).eval()
     compute_anywhere(model)
     return model
 
@@ -242,7 +253,7 @@ def watch_layers(model: PreTrainedModel) -> Watched:
         check_attention(query, key, kwargs)
         altered.append(bool(scores_of(module, kwargs)))
         index = int(module.layer_idx)  # type: ignore[arg-type]
-        window = native_window(model.config, index, kwargs)
+        window = native_window(config, index, kwargs)
         shape = Layer(query.shape[1], key.shape[1], key.shape[-1], value.shape[-1], window)
         source = next((layer.index for layer, other in zip(watched, keys, strict=True) if other is key), None)
         if source is not None:
@@ -250,15 +261,15 @@ def watch_layers(model: PreTrainedModel) -> Watched:
         watched.append(AttentionLayer(index, shape, float(scale)))
         keys.append(key)
 
-    modules = attention_modules(model)
+    modules, config = attention_modules(model), model.config.get_text_config(decoder=True)
     if not modules:
         raise refuse_unseen(model)
     if any(getattr(module, "is_causal", None) is False for module in modules):
         raise Refused(BOTH_WAYS if whole_of(model.config) else ENCODER)
     tokens = torch.zeros(1, WATCHED_TOKENS, dtype=torch.long, device=model.device)
     with torch.no_grad(), quiet(), observing(model, observe):
-        cache = getattr(model(tokens, use_cache=True), CACHE, None)
-    count = getattr(model.config, "num_hidden_layers", 0)
+        cache = getattr(model(input_ids=tokens, use_cache=True), CACHE, None)
+    count = getattr(config, "num_hidden_layers", 0)
     check_layers(watched, cache, count)
     by_index = {layer.index: count_readers(layer, watched) for layer in watched}
     layers = tuple(by_index.get(index, AttentionLayer(index, WITHOUT_ATTENTION, 0.0)) for index in range(count))
@@ -324,19 +335,35 @@ def whole_of(config: PreTrainedConfig) -> str | None:
     return getattr(config, "tower_of", None)
 
 
+def find_place(inner: list[str], stored: Collection[str]) -> str | None:
+    """Find what stands before the names of a decoder's weights in the files of a model."""
+    places = {name.removesuffix(inner[0]) for name in stored if name.endswith(inner[0])}
+    plain = [name for name in inner if ".experts." not in name]  # files may hold experts one by one
+    return next((place for place in sorted(places) if all(place + name in stored for name in plain)), None)
+
+
+def check_names(model: PreTrainedModel, stored: Collection[str]) -> None:
+    """Refuse files in which the weights of a text tower, or of the decoder of a whole model, are not found."""
+    if whole_of(model.config):
+        names_in_files(model, stored)
+        return
+    names = [name for name, _ in decoder_of(model).named_parameters()]
+    if find_place(names, stored) is None:
+        raise refuse_names(len(names), len(stored))
+
+
 def names_in_files(tower: PreTrainedModel, stored: Collection[str]) -> dict[str, str]:
     """Find the names that a tower's weights have in the files of its whole model: pattern -> name in the tower."""
     names = [name for name, _ in tower.named_parameters()]
     prefix = f"{names[0].partition('.')[0]}."  # of the decoder, which begins with embeddings
-    inner = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-    places = {name.removesuffix(inner[0]) for name in stored if name.endswith(inner[0])}
-    plain = [name for name in inner if ".experts." not in name]  # files may hold experts one by one
-    place = next((place for place in sorted(places) if all(place + name in stored for name in plain)), None)
+    place = find_place([name.removeprefix(prefix) for name in names if name.startswith(prefix)], stored)
     outer = {name: [key for key in stored if key.endswith(name)] for name in names if not name.startswith(prefix)}
     if place is None or not all(outer.values()):
-        raise Refused(
-            f"the weights of its text tower ({len(names)} of {len(stored)}) are not in its files by their names",
-            "name its text-only sibling",
-        )
+        raise refuse_names(len(names), len(stored))
     renamed = {min(keys, key=len): name for name, keys in outer.items()}
     return {f"^{re.escape(place)}": prefix, **{f"^{re.escape(key)}$": name for key, name in renamed.items()}}
+
+
+def refuse_names(count: int, stored: int) -> Refused:
+    reason = f"the weights of its text tower ({count} of {stored}) are not in its files by their names"
+    return Refused(reason, "name its text-only sibling")

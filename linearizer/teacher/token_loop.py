@@ -11,26 +11,35 @@ from transformers.cache_utils import Cache
 
 from linearizer.kernels.graphs.text_parts import expects_parts
 from linearizer.student.cache import CACHE
+from linearizer.student.modeling_linearized import LinearizedForCausalLM
+from linearizer.student.picture_positions import numbering_part, place_tokens
+from linearizer.teacher.picture_prompts import Pictures
 
 Tensor = torch.Tensor
 PIECE_TOKENS = 2048  # tokens that are read at once: a longer piece takes more memory, and hardly less time
 LONG_PIECE = (
     16384  # of all texts, if a student's layers read parts of them at the same time (kernels/graphs/text_parts.py)
 )
+NONE = Pictures()
 HALF_LETTER = "\ufffd"  # a decoder writes it for bytes that are not a complete letter
 CONTEXT = 8  # tokens that are decoded before the first new token
 MAX_LETTER_TOKENS = 16  # after these, bytes that are not a letter are written as such
 Choose = Callable[[Tensor], Tensor]  # logits (texts, vocabulary) -> next tokens (texts, 1)
 
 
-def read_tokens(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Iterator[int]:
-    """Read tokens (texts, tokens) that follow those in the cache; yield after each piece how many were read."""
+def read_tokens(model: PreTrainedModel, ids: Tensor, cache: Cache, pictures: Pictures = NONE) -> Iterator[int]:
+    """Read tokens (texts, tokens) that follow those in the cache; yield after each piece how many were read.
+
+    The first piece has all pictures.
+    """
     start = 0
     while start < ids.shape[1]:
         end = start + (max(PIECE_TOKENS, LONG_PIECE // len(ids)) if expects_parts(model) else PIECE_TOKENS)
+        end = max(end, pictures.reach)
+        shown = pictures.given_to(model, end) if pictures.arguments and not start else {}
         with torch.inference_mode():
             piece = ids[:, start:end].to(model.device)
-            model(input_ids=piece, use_cache=True, logits_to_keep=1, **placed(piece, cache))
+            model(use_cache=True, logits_to_keep=1, **placed(model, piece, cache, **shown))
         start = min(end, ids.shape[1])
         yield start
 
@@ -39,17 +48,24 @@ def write_tokens(model: PreTrainedModel, ids: Tensor, cache: Cache, choose: Choo
     """Yield the next token of every text (texts, 1), endlessly; `ids` (texts, tokens) follow those in the cache."""
     while True:
         with torch.inference_mode():
-            out = model(input_ids=ids, use_cache=True, logits_to_keep=1, **placed(ids, cache))
+            out = model(use_cache=True, logits_to_keep=1, **placed(model, ids, cache))
             ids = choose(out.logits[:, -1].float())
         yield ids
 
 
-def placed(ids: Tensor, cache: Cache) -> dict[str, Any]:
-    """Return the cache as an argument, and the positions of tokens after it: a hybrid's code may begin at 0 again."""
-    if not any(hasattr(layer, "recurrent_states") for layer in cache.layers):
-        return {CACHE: cache}
-    past = cache.get_seq_length()
-    return {CACHE: cache, "position_ids": torch.arange(past, past + ids.shape[1], device=ids.device)[None]}
+def placed(model: PreTrainedModel, ids: Tensor, cache: Cache, **shown: Any) -> dict[str, Any]:
+    """Return tokens, cache and pictures as arguments, and the positions of tokens where a model's code needs these.
+
+    A hybrid's code may begin at 0 again, and a teacher's code after another text's pictures.
+    """
+    arguments = {"input_ids": ids, CACHE: cache, **shown}
+    if numbering_part(model) is not None:
+        if not isinstance(model, LinearizedForCausalLM):
+            place_tokens(model, arguments, cache)
+    elif any(hasattr(layer, "recurrent_states") for layer in cache.layers):
+        past = cache.get_seq_length()
+        arguments["position_ids"] = torch.arange(past, past + ids.shape[1], device=ids.device)[None]
+    return arguments
 
 
 def choose_likeliest(logits: Tensor) -> Tensor:

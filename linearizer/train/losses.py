@@ -2,6 +2,7 @@
 
 Layer by layer, on the queries, keys and values of the teacher's layer:
   softmax  cross-entropy of the teacher's attention rows against the student's; its excess is their KL divergence
+  l2       squared error of the kernel exp(q·k), divided by its own square: the paper's, which fits large scores only
   output   squared error of the attention output after the output projection, divided by the output's own square:
            directions that the network does not read cost nothing. Where memory splits a batch, the parts' mean
 End to end, on the hidden states from which the logits are made, a few tokens' logits at a time:
@@ -21,13 +22,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from linearizer.errors import RequestError
+from linearizer.student.columns import EMPTY
 from linearizer.student.features_torch import ScaledMap, attend_text_with_features
 from linearizer.student.layer_student import LayerStudent
 from linearizer.student.other_heads import FeatureGroup
 from linearizer.teacher.layers import featured, matrix
-from linearizer.train.attention_loss import attention_loss
+from linearizer.train.attention_loss import MIN_PRODUCT, attention_loss, multiply, products_of_features
 
 EXCESS_NAMES = {"softmax": "attention_error", "logits": "kl"}  # of the excess that is a KL divergence, by its loss
+LARGEST_LOG = 40.0  # of a kernel over its largest value: its square is finite in fp32
 TRAINED_LOGITS = 2**23  # in memory at once, in fp32, with their gradients
 
 Tensor = torch.Tensor
@@ -66,7 +69,7 @@ def layer_loss(kind: str, student: LayerStudent, inputs: AttentionInputs, projec
         loss = output_loss(student, inputs, projection)
         return LayerLoss(loss, loss.detach())
     groups = featured(student)
-    losses = [rows_loss(group, inputs) for group in groups]
+    losses = [(kernel_loss if kind == "l2" else rows_loss)(group, inputs) for group in groups]
     shares = [len(group.heads) / sum(len(group.heads) for group in groups) for group in groups]
     loss, excess = (sum(s * x for s, x in zip(shares, part, strict=True)) for part in zip(*losses, strict=True))
     return LayerLoss(loss, excess)
@@ -80,6 +83,33 @@ def rows_loss(group: FeatureGroup, inputs: AttentionInputs) -> tuple[Tensor, Ten
     q, k = inputs.query.unflatten(1, (inputs.key.shape[1], -1))[:, group.heads], inputs.key[:, group.heads]
     loss, least = attention_loss(u, w, q, k, group.window, group.sinks, inputs.scale)
     return loss, loss.detach() - least
+
+
+def kernel_loss(group: FeatureGroup, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+    """Compare the kernel of a group of heads, on pairs that are not near; return the mean over heads, twice."""
+    q, k, _ = inputs.of_heads(group.heads)
+    features = ScaledMap(group.feature_map, inputs.scale)  # type: ignore[arg-type]
+    u, w = features.queries(q), features.keys(k)
+    texts = [
+        checkpoint(kernel_errors, *text, group.window, group.sinks, use_reentrant=False)
+        for text in zip(u, w, q, k, strict=True)
+    ]
+    loss = torch.stack(texts).mean()
+    return loss, loss.detach()
+
+
+def kernel_errors(u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int) -> Tensor:  # (heads,)
+    """Compute Σ (K - K̂)² / Σ K² of each head over one text; K has the scale of its largest value."""
+    place = torch.arange(k.shape[1], device=k.device)
+    is_far = (place <= place[:, None] - window) & (place >= sinks)
+    scores, (products, bound) = multiply(q, k), products_of_features(u, w)
+    largest = scores.masked_fill(~is_far, EMPTY).amax((1, 2, 3), keepdim=True)
+    logs = products.clamp_min(MIN_PRODUCT).log() + bound
+    exact, approximate = (
+        (each - largest).masked_fill(~is_far, EMPTY).clamp_max(LARGEST_LOG).exp() * is_far for each in (scores, logs)
+    )
+    size = exact.square().sum((1, 2, 3)).clamp_min(torch.finfo(exact.dtype).tiny)
+    return (exact - approximate).square().sum((1, 2, 3)) / size
 
 
 def projection_by_head(inputs: AttentionInputs, projection: nn.Module) -> Tensor:  # (kv heads, group, size, hidden)

@@ -16,7 +16,7 @@ from linearizer.plan.options import check_options, option
 from linearizer.plan.plan import Plan
 from linearizer.run.disk import SAVE_EVERY
 
-LAYERWISE, END_TO_END = ("softmax", "output"), ("direct", "logits")
+LAYERWISE, END_TO_END = ("softmax", "l2", "output"), ("direct", "logits")
 NAMES_BY_RATE = {  # the names of parameters in their feature maps; z and log_weight: the paper's
     0.0005: "lora",
     0.003: "hidden out",

@@ -12,6 +12,10 @@ NATIVE = (
 )
 PARALLEL = "vLLM's plugin serves a student in one process: leave tensor and pipeline parallelism out, or serve copies"
 SPECULATIVE = "a student's state cannot be rolled back: leave speculative decoding out"
+OF_PICTURES = (
+    "this student reads pictures, and vLLM's plugin serves students of text: make one with --text-only, or use "
+    "AutoModelForImageTextToText"
+)
 UNSERVED_HEADS = (
     "a KV head of this student keeps all tokens (--may-grow), and vLLM's plugin serves states of fixed size: make a "
     "student without --may-grow, or serve this one with `linearizer serve`"
@@ -28,8 +32,10 @@ def version_problem(version: str | None = None) -> str:
     return "" if served else OTHER_VERSION.format(version, " or ".join(VERSIONS))
 
 
-def student_problem(layers: list[dict[str, Any] | None]) -> str:
-    """Say why a student with such layers is not served; nothing if it is."""
+def student_problem(layers: list[dict[str, Any] | None], pictures: bool = False) -> str:
+    """Say why a student with such layers, which may read pictures, is not served; nothing if it is."""
+    if pictures:
+        return OF_PICTURES
     for index, layer in enumerate(layers):
         if layer is None:
             return NATIVE.format(index)

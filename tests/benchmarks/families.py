@@ -19,7 +19,8 @@ from linearizer.hub.models import Source
 from linearizer.hub.weight_files import Weights
 from linearizer.plan.inspection import Inspection
 from linearizer.teacher.inspect_model import inspect_model
-from linearizer.teacher.support import ENCODER, TESTED, text_tower
+from linearizer.teacher.support import ENCODER, TESTED, TESTED_WHOLE
+from linearizer.teacher.whole_models import choose_config
 from tests.support.published import PUBLISHED
 
 SOURCE = Source("published", None, "org/published", "c0ffee", False, Weights((), 1, 2), {})
@@ -31,6 +32,7 @@ SEEING = {
 }
 TEXT_TESTED, COMPARED = "as text, tested on random weights", "as text, compared with its teacher in each run"
 TOWER = "as text, by the text tower alone"
+SEES_TESTED, SEES = "with pictures, tested on random weights", "with pictures, compared with its teacher on text"
 README, RESULTS = Path("README.md"), Path("tests/benchmarks/results/families.md")
 BEGIN, END = "<!-- python -m tests.benchmarks.families -->\n", "<!-- end of families -->\n"
 
@@ -39,7 +41,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS} and the table in {README}")
     write = parser.parse_args(arguments).write
-    found = {name: inspect_model(SOURCE, text_tower(published.build())) for name, published in PUBLISHED.items()}
+    found = {name: inspect_model(SOURCE, choose_config(published.build(), ())) for name, published in PUBLISHED.items()}
     served = {PUBLISHED[name].kind: each for name, each in found.items() if each.supported}
     decoders = [each for each in inspect_kinds(CAUSAL, served) if not (each.reason or "").startswith(NO_DECODER)]
     seeing = inspect_kinds(SEEING, served)
@@ -68,8 +70,9 @@ def group_kinds(found: Mapping[str, Inspection]) -> list[str]:
         kind = PUBLISHED[name].kind
         if all(kind not in group for group in groups.values()):
             groups[describe(inspection)][kind] = f"{kind} {growth(inspection)}" if inspection.supported else kind
-    for kind in TESTED - groups[TEXT_TESTED].keys():
-        groups[TEXT_TESTED][kind] = kind
+    for served, tested in ((TEXT_TESTED, TESTED), (SEES_TESTED, TESTED_WHOLE)):
+        for kind in tested - groups[served].keys():
+            groups[served][kind] = kind
     order = sorted(groups, key=lambda served: (served.startswith("no"), -len(groups[served])))
     rows = [f"| {served} | {', '.join(each for _, each in sorted(groups[served].items()))} |" for served in order]
     return ["| served | kinds, with the layers that grow of those of a published model |", "|---|---|", *rows]
@@ -83,6 +86,8 @@ def describe(inspection: Inspection) -> str:
     """Say how a model is served, or why it is not."""
     if not inspection.supported:
         return f"no: {inspection.reason}"
+    if inspection.reads_pictures:
+        return SEES_TESTED if inspection.tested else SEES
     if inspection.tower_of:
         return TOWER
     return TEXT_TESTED if inspection.tested else COMPARED
@@ -93,13 +98,15 @@ def inspect_kinds(kinds: Iterable[str], served: Mapping[str, Inspection]) -> lis
     found = []
     for kind in sorted(kinds):
         with suppress(Exception):  # each kind checks its config in its own way, with errors of many types
-            found.append(served.get(kind) or inspect_model(SOURCE, text_tower(AutoConfig.for_model(kind))))
+            found.append(served.get(kind) or inspect_model(SOURCE, choose_config(AutoConfig.for_model(kind), ())))
     return found
 
 
 def count(name: str, inspections: list[Inspection]) -> str:
     served = sum(inspection.supported for inspection in inspections)
-    return f"Of transformers {transformers.__version__}, {served} of {len(inspections)} {name} are served."
+    pictures = sum(inspection.reads_pictures for inspection in inspections)
+    whole = f", {pictures} of them with pictures" if pictures else ""
+    return f"Of transformers {transformers.__version__}, {served} of {len(inspections)} {name} are served{whole}."
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ BLOCKS = {"M": LINEAR, "-": "mlp", "*": FULL}
 E2B = [FULL if index % 5 == 4 else "sliding_attention" for index in range(35)]
 SMALLER = dict(attention_k_eq_v=True, num_global_key_value_heads=4)  # keys that are values, too
 PER_LAYER = dict(num_kv_shared_layers=20, hidden_size_per_layer_input=256)
+HALF_ROTARY = dict(rope_type="default", rope_theta=1e4, mrope_section=[8, 12, 12], partial_rotary_factor=0.5)
 CHOSEN, UNSEEN = "choose or compress the tokens they attend to", "does not hand its attention"
 RECURRENT, ALIBI = "all of its layers are recurrent", "ALiBi"
 
@@ -123,7 +124,7 @@ PUBLISHED: dict[str, Published] = {
         "moonshotai/Kimi-Linear-48B-A3B-Instruct": ("kimi_linear", 6, {}),
         "zai-org/GLM-4-9B-0414": ("glm4", 40, shape(4096, 40, 32, 2, 13696, head_dim=128)),
         "zai-org/GLM-4.5-Air": ("glm4_moe", 46, {}),
-        "zai-org/GLM-4.1V-9B-Thinking": ("glm4v", 40, {}),
+        "zai-org/GLM-4.1V-9B-Thinking": ("glm4v", 40, text(rope_parameters=HALF_ROTARY)),
         "zai-org/GLM-5": ("glm_moe_dsa", CHOSEN, {}),
         "MiniMaxAI/MiniMax-Text-01": ("minimax", "a cache of their own", {}),
         "MiniMaxAI/MiniMax-M2": ("minimax_m2", 62, {}),
@@ -169,7 +170,22 @@ PUBLISHED: dict[str, Published] = {
         "allenai/Olmo-3-7B": ("olmo3", 8, shape(4096, 32, 32, 32, 11008)),
         "allenai/Olmo-Hybrid-7B": ("olmo_hybrid", 8, {}),
         "CohereLabs/c4ai-command-r7b-12-2024": ("cohere2", 8, shape(4096, 32, 32, 8, 14336)),
-        "CohereLabs/aya-vision-8b": ("aya_vision", 8, text(model_type="cohere2", **shape(4096, 32, 32, 8, 14336))),
+        "CohereLabs/aya-vision-8b": (
+            "aya_vision",
+            8,
+            {
+                **text(model_type="cohere2", **shape(4096, 32, 32, 8, 14336)),
+                "vision_config": dict(
+                    model_type="siglip_vision_model",
+                    hidden_size=1152,
+                    intermediate_size=4304,
+                    num_hidden_layers=27,
+                    num_attention_heads=16,
+                    image_size=364,
+                    patch_size=14,
+                ),
+            },
+        ),
         "baidu/ERNIE-4.5-0.3B-PT": ("ernie4_5", 18, shape(1024, 18, 16, 2, 3072, head_dim=128)),
         "LGAI-EXAONE/EXAONE-4.0-1.2B": (
             "exaone4",

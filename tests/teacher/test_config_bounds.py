@@ -19,6 +19,7 @@ REFUSED = {
     "layers in a list": (dict(parts=[dict(n_layer=10**7)]), "10,000,000 layers"),
     "experts": (dict(num_local_experts=10**8), "100,000,000 experts"),
     "labels": (dict(num_labels=10**9), "1,000,000,000 labels"),
+    "pixels": (dict(vision_config=dict(image_size=[224, 10**6])), "1,000,000 pixels a side"),
     "endless layers": (dict(num_hidden_layers=float("inf")), "layers"),
 }
 

@@ -3,26 +3,36 @@
 So do layers that read the keys and values of another layer: they attend with its student.
 """
 
+import copy
 import json
 
 import pytest
 import torch
+from accelerate import cpu_offload
 
+from linearizer.hub.models import find_model
 from linearizer.method.checkpoint import load
+from linearizer.method.head_prices import estimate_prices
+from linearizer.method.measure_run import measure_profile
 from linearizer.plan.head_bytes import Head
+from linearizer.progress import finish
+from linearizer.run.measured import ProfileSettings
 from linearizer.student.cache import CACHE, recurrent_tensors
+from linearizer.teacher import streaming
 from linearizer.teacher.inspect_model import inspect_model
+from linearizer.teacher.load import load_config, load_teacher
 from linearizer.teacher.logits import bytes_held
 from tests.support.bare_environment import make_bare_environment, run_bare
-from tests.support.hybrids import HYBRIDS, SOURCE, student_of, teacher_of
+from tests.support.hybrids import HYBRIDS, SOURCE, student_of, teacher_of, tiny_hybrid
 from tests.support.models import MIXED, tokens
+from tests.support.whole_models import inputs_of, pictured_student
 
 LENGTH = 40
 PARTS = (9, 1, 17, 13)
 CLOSE, ROUNDED = 1e-4, 2e-3  # of the logits' spread: what is computed alike; recurrences in another order
 WHOLE = [Head(window=LENGTH)]
 WITHOUT_SOFTMAX = [head for head in MIXED if not head.softmax]
-TRAVELLING = ["qwen3_5_text", "nemotron_h", "falcon_h1", "lfm3", "gemma3n_text", "gemma4_text"]
+TRAVELLING, SEEING = ["qwen3_5_text", "nemotron_h", "falcon_h1", "lfm3", "gemma4_text"], ["llava", "qwen2_5_vl"]
 every_family = pytest.mark.parametrize("family", HYBRIDS)
 
 
@@ -109,27 +119,59 @@ def test_the_bytes_of_softmax_layers_do_not_grow(family):
 
 
 @torch.no_grad()
-def test_students_of_hybrids_load_and_write_without_this_package(tmp_path):
-    """Of each kind of cache one, since it takes long in PyTorch."""
-    expected = {}
-    for family in TRAVELLING:
-        student, ids = student_of(family, MIXED), tokens(1, LENGTH)
+def test_students_of_hybrids_and_of_whole_models_load_and_write_without_this_package(tmp_path):
+    """Of each kind of cache, and of each way to number a picture's tokens, one, since it takes long in PyTorch."""
+    students = {family: (student_of(family, MIXED), {"input_ids": tokens(1, LENGTH)}) for family in TRAVELLING}
+    students |= {family: (pictured_student(family, MIXED), inputs_of(family)) for family in SEEING}
+    expected, asked = {}, dict(max_new_tokens=4, do_sample=False, pad_token_id=0)
+    for family, (student, inputs) in students.items():
         student.save_pretrained(tmp_path / family)
-        assert distance(load(tmp_path / family)(ids).logits, student(ids).logits) < CLOSE
-        expected[family] = student.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)[0, LENGTH:].tolist()
+        torch.save(inputs, tmp_path / family / "inputs.pt")
+        assert distance(load(tmp_path / family)(**inputs).logits, student(**inputs).logits) < CLOSE
+        expected[family] = student.generate(**inputs, **asked)[0, inputs["input_ids"].shape[1] :].tolist()
     program = """
         import json, sys, torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
         torch.set_num_threads(1)
-        ids = torch.tensor([json.loads(sys.argv[1])])
         written = {}
-        for family in sys.argv[2:]:
-            student = AutoModelForCausalLM.from_pretrained(family, trust_remote_code=True).eval()
-            out = student.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
-            written[family] = out[0, ids.shape[1]:].tolist()
+        for family in sys.argv[1:]:
+            inputs = torch.load(f"{family}/inputs.pt")
+            kind = AutoModelForImageTextToText if "pixel_values" in inputs else AutoModelForCausalLM
+            student = kind.from_pretrained(family, trust_remote_code=True).eval()
+            out = student.generate(**inputs, max_new_tokens=4, do_sample=False, pad_token_id=0)
+            written[family] = out[0, inputs["input_ids"].shape[1]:].tolist()
         print(json.dumps(written))
     """
     (tmp_path / "packages").mkdir()
     environment = make_bare_environment(tmp_path / "packages")
-    answer = run_bare(environment, program, json.dumps(tokens(1, LENGTH)[0].tolist()), *TRAVELLING, cwd=tmp_path)
+    answer = run_bare(environment, program, *students, cwd=tmp_path)
     assert json.loads(answer.splitlines()[-1]) == expected
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", TRAVELLING)
+def test_offloaded_to_memory_it_answers_the_same(family):
+    student, ids = student_of(family, WITHOUT_SOFTMAX), tokens(1, 9)
+    written = student.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    moved = copy.deepcopy(student)
+    cpu_offload(moved, torch.device("cpu"))  # modules whose code takes weights of others hand the cache to hooks
+    assert torch.equal(moved.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None), written)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1"])
+def test_prices_of_streamed_weights_are_those_of_resident_weights(family, tmp_path, monkeypatch):
+    teacher_of(family).save_pretrained(tmp_path / "model")
+    source = find_model(str(tmp_path / "model"))
+    resident = load_teacher(source, torch.float32)
+    room = sum(x.nbytes for x in resident.parameters()) - 1
+    monkeypatch.setattr(streaming, "free_bytes", lambda device: room / streaming.FILLED)
+    places = streaming.place_weights(load_config(source), source, torch.float32, "cpu")
+    streamed = load_teacher(source, torch.float32, places=places)
+    assert streaming.is_streamed(streamed)
+    layers, options = inspect_model(SOURCE, tiny_hybrid(family)).layers, [Head(4), Head(8, slots=8)]
+    found = []
+    for model in (resident, streamed):
+        measured = finish(measure_profile(model, [tokens(3, 32)], layers, ProfileSettings(samples=32)))
+        found.append(finish(estimate_prices(model, tokens(3, 32), layers, options, 2, measured.samples)).kl)
+    expected, kl = (torch.tensor([row for heads in each for row in heads]) for each in found)
+    torch.testing.assert_close(kl, expected, rtol=1e-3, atol=1e-9)

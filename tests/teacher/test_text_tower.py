@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from linearizer import pipeline
 from linearizer.cli.text import describe_inspection
@@ -19,74 +19,13 @@ from linearizer.teacher.inspect_model import inspect_model, verify_teacher
 from linearizer.teacher.load import load_config, load_teacher
 from linearizer.teacher.streaming import measure_weights
 from tests.support.cards import describe_teacher
-from tests.support.families import FAMILIES, GROUPED
-from tests.support.hybrids import HYBRIDS, teacher_of
+from tests.support.families import GROUPED
+from tests.support.hybrids import teacher_of
 from tests.support.models import tokens
 from tests.support.runs import weights_of
+from tests.support.whole_models import WHOLE, whole_model
 
-EYE = dict(
-    hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
-)
-QWEN = dict(depth=1, hidden_size=32, num_heads=2, patch_size=8, intermediate_size=32)
-ROPE = dict(rope_type="default", mrope_section=[2, 3, 3], rope_theta=1e4)
-HALF = dict(rope_type="default", mrope_section=[1, 1, 2], rope_theta=1e4, partial_rotary_factor=0.5)
-EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
-TEXT = {
-    "aria": dict(GROUPED, moe_num_experts=4, moe_topk=2),
-    "cohere2_vision": dict(FAMILIES["cohere2"], model_type="cohere2"),
-    "exaone4_5": dict(FAMILIES["exaone4"], model_type="exaone4"),
-    "gemma4": dict(HYBRIDS["gemma4_text"]),
-    "glm4v": dict(GROUPED, rope_parameters=HALF),
-    "hyperclovax_vision_v2": dict(GROUPED, model_type="hyperclovax"),
-    "lfm2_vl": dict(HYBRIDS["lfm2"], model_type="lfm2"),
-    "lighton_ocr": dict(GROUPED, model_type="qwen3"),
-    "qwen3_5": HYBRIDS["qwen3_5_text"],
-    "qwen3_vl_moe": dict(GROUPED, rope_parameters=ROPE, **EXPERTS),
-    "video_llama_3": dict(GROUPED, model_type="qwen2"),
-    "aya_vision": dict(FAMILIES["cohere"], model_type="cohere"),
-    "gemma3": dict(FAMILIES["gemma3_text"], model_type="gemma3_text"),
-    "internvl": dict(GROUPED, model_type="qwen2"),
-    "mistral3": dict(GROUPED, model_type="mistral", sliding_window=None),
-    "qwen2_vl": dict(GROUPED, rope_parameters=ROPE),
-    "qwen2_5_vl": dict(GROUPED, rope_parameters=ROPE),
-    "qwen3_vl": dict(GROUPED, rope_parameters=ROPE),
-}
-SIGHT = {
-    "aria": EYE,
-    "cohere2_vision": dict(EYE, model_type="siglip_vision_model"),
-    "deepseek_vl": dict(EYE, model_type="siglip_vision_model"),
-    "exaone4_5": dict(QWEN, out_hidden_size=64),
-    "gemma4": dict(EYE, num_key_value_heads=2, head_dim=16, position_embedding_size=16),
-    "glm4v": dict(depth=1, hidden_size=32, num_heads=2, intermediate_size=32, out_hidden_size=64),
-    "hyperclovax_vision_v2": dict(QWEN, out_hidden_size=64),
-    "idefics3": EYE,
-    "lfm2_vl": dict(EYE, model_type="siglip_vision_model"),
-    "lighton_ocr": dict(EYE, model_type="pixtral", head_dim=16),
-    "qwen3_5": dict(QWEN, out_hidden_size=64),
-    "qwen3_vl_moe": dict(QWEN, out_hidden_size=64, deepstack_visual_indexes=[0]),
-    "smolvlm": EYE,
-    "video_llama_3": EYE,
-    "video_llava": dict(EYE, model_type="clip_vision_model"),
-    "vipllava": dict(EYE, model_type="clip_vision_model"),
-    "gemma3": dict(EYE, model_type="siglip_vision_model"),
-    "internvl": dict(EYE, image_size=[16, 16], patch_size=[8, 8]),
-    "mistral3": dict(EYE, model_type="pixtral", head_dim=16),
-    "aya_vision": dict(EYE, model_type="siglip_vision_model"),
-    "llava_onevision": dict(EYE, model_type="siglip_vision_model"),
-    "qwen2_vl": dict(depth=1, embed_dim=32, hidden_size=64, num_heads=2, patch_size=8),
-    "qwen2_5_vl": dict(QWEN, out_hidden_size=64),
-    "qwen3_vl": dict(QWEN, out_hidden_size=64, deepstack_visual_indexes=[0]),
-}
-WHOLE = sorted({*TEXT, *SIGHT, "llava", "llava_next"})
 OLD = {"llava": ("model.language_model.", "language_model.model."), "qwen2_vl": ("model.language_model.", "model.")}
-
-
-def whole_model(family, **options):
-    text = TEXT.get(family, dict(GROUPED, model_type="llama"))
-    sight = SIGHT.get(family, dict(EYE, model_type="clip_vision_model"))
-    config = AutoConfig.for_model(family, **{"text_config": text, "vision_config": sight, **options})
-    torch.manual_seed(0)
-    return AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").eval()
 
 
 @pytest.mark.parametrize("family", WHOLE)
@@ -95,10 +34,10 @@ def test_a_tower_gives_text_the_logits_of_its_whole_model(family, tmp_path):
     whole = whole_model(family)
     whole.save_pretrained(tmp_path)
     source = find_model(str(tmp_path))
-    config = load_config(source)
+    config = load_config(source, text_only=True)
     inspection = inspect_model(source, config)
     assert inspection.supported, inspection.reason
-    tower = load_teacher(source)
+    tower = load_teacher(source, text_only=True)
     assert torch.equal(tower(tokens(2, 20)).logits, whole(input_ids=tokens(2, 20)).logits)
     verify_teacher(tower, inspection)
     assert inspection.parameters == sum(x.numel() for x in tower.parameters()) < source.weights.parameters
@@ -119,7 +58,7 @@ def test_a_tower_is_found_by_the_names_of_older_files(family, tmp_path):
             name: new_name for name, new_name in names.items() if "lm_head" not in name
         }
     save_file({names[name]: x for name, x in load_file(path).items()}, path, {"format": "pt"})
-    tower = load_teacher(find_model(str(tmp_path)))
+    tower = load_teacher(find_model(str(tmp_path)), text_only=True)
     assert torch.equal(tower(tokens(1, 20)).logits, whole(input_ids=tokens(1, 20)).logits)
 
 
@@ -165,11 +104,12 @@ QUICK = dict(texts=2, length=32, sinks=2, steps=0, dtype="float32", strategy="wi
 @torch.no_grad()
 def test_a_run_with_a_tower_ends_in_a_checkpoint_that_reads_text(tmp_path, monkeypatch):
     whole = whole_with_words(tmp_path / "whole")
-    needed = measure_weights(load_config(find_model(str(tmp_path / "whole"))), torch.float32).whole
+    config = load_config(find_model(str(tmp_path / "whole")), text_only=True)
+    needed = measure_weights(config, torch.float32).whole
     runs = []
     for name, free in (("run", needed), ("streamed", needed - 1)):
         monkeypatch.setattr(streaming, "free_bytes", lambda device, free=free: free / streaming.FILLED)
-        runs.append(pipeline.begin(tmp_path / name, Plan(str(tmp_path / "whole"), **QUICK)))
+        runs.append(pipeline.begin(tmp_path / name, Plan(str(tmp_path / "whole"), text_only=True, **QUICK)))
         finish(pipeline.linearize(runs[-1]))
     run = runs[0]
     assert weights_of(run.checkpoint) == weights_of(runs[1].checkpoint)

@@ -69,6 +69,21 @@ def test_the_excess_of_the_softmax_loss_is_the_divergence_of_the_rows():
     torch.testing.assert_close(layer_loss("softmax", student, inputs, None).excess, total.detach())
 
 
+def test_the_loss_l2_and_its_gradients_are_those_of_the_kernel_on_far_pairs():
+    student, inputs = a_layer()
+    parameters = [p for p in student.parameters() if p.requires_grad]
+    total, place = torch.zeros(()), torch.arange(21)
+    for group in featured(student):
+        far = (place >= group.sinks) & (place[:, None] - place >= group.window)
+        exact, approximate = (x.exp() * far for x in logits_of(group, inputs))
+        errors = (exact - approximate).square().sum((2, 3, 4)) / exact.square().sum((2, 3, 4))
+        total = total + errors.mean() * len(group.heads) / 3
+    loss = layer_loss("l2", student, inputs, None).loss
+    torch.testing.assert_close(loss, total, **CLOSE)
+    for a, b in zip(*(torch.autograd.grad(x, parameters, allow_unused=True) for x in (loss, total)), strict=True):
+        torch.testing.assert_close(torch.zeros(()) if a is None else a, torch.zeros(()) if b is None else b, **CLOSE)
+
+
 def test_output_loss_and_its_gradients_are_the_naive_ones():
     student, inputs = a_layer()
     projection = nn.Linear(8 * 6, 10)  # its bias says nothing about the error
