@@ -36,6 +36,12 @@ ACCOUNT = (
     SECRET.replace(name="profile", default=None, annotation=Profile),
     SECRET.replace(name="token", default=None, annotation=Token),
 )  # Gradio passes both if the visitor has signed in
+# Gradio sends the progress of every event to every part that ever showed progress, and copies its figures each time.
+# So an event without progress names no part for it, and an event with progress names one.
+HIDDEN: dict[str, Any] = {"show_progress": "hidden", "show_progress_on": [], "api_visibility": "private"}
+QUICK: dict[str, Any] = {**HIDDEN, "queue": False}  # Gradio shows no errors of these events: they return sentences
+SLOW: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private", "concurrency_limit": 4}
+ONCE: dict[str, Any] = {**SLOW, "show_progress_on": [], "trigger_mode": "once"}
 FIRST_IMPORT, IMPORTED = threading.Lock(), threading.Event()
 
 

@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from html import escape
+from importlib.util import find_spec
 from typing import Any
+from urllib.parse import quote
 
 from linearizer.amounts import ago, duration, size
 from linearizer.errors import LinearizerError
@@ -58,8 +60,8 @@ EVALUATION_ENDS = {
 }
 
 
-def run_card(status: Status, name: str, now: float) -> str:
-    """Show the state of a run."""
+def run_card(status: Status, name: str, now: float, worked: float = 0.0) -> str:
+    """Show the state of a run; `worked`: the seconds that it took, without those in which it waited or was stopped."""
     plan = status.run.any_plan
     turn = turn_line(status.run, now) if status.state in ("queued", "running") else ""  # a running run may pause
     state = STATE_SENTENCES[status.state] if turn or status.state != "queued" else "starting"
@@ -74,6 +76,8 @@ def run_card(status: Status, name: str, now: float) -> str:
     if status.error and status.state in ("failed", "stopped", "done"):
         lines.append(message_box(status.error, "bad" if status.state == "failed" else "note"))
     facts = [plan.model, plan.budget_in_words, name, f"begun {ago(status.begun, now)}"]
+    if worked and status.state == "done":
+        facts.append(f"took {duration(worked)}")
     if status.saved is not None and status.state != "done":
         facts.append(f"saved {ago(status.saved, now)}")
     facts.append(f"{size(status.disk_bytes)} of disk")
@@ -83,7 +87,8 @@ def run_card(status: Status, name: str, now: float) -> str:
         facts.append(f"published as {status.published['repo_id']}")
     if status.live:
         facts.append("you may close the page, the run goes on")
-    return f'{"".join(lines)}<p class="lz-faint">{escape(" · ".join(facts))}</p>'
+    link = copy_button("Copy link", f"?run={quote(name)}")
+    return f'{"".join(lines)}<p class="lz-faint">{escape(" · ".join(facts))} · {link}</p>'
 
 
 def turn_line(run: Run, now: float) -> str:
@@ -211,13 +216,20 @@ def use_card(run: Run) -> str:
 
 def write_causal_ways(run: Run) -> dict[str, str]:
     """Write the code that loads and serves the student of a causal language model."""
-    load = f'AutoModelForCausalLM.from_pretrained("{run.checkpoint.absolute()}", trust_remote_code=True)'
+    folder, place = str(run.checkpoint.absolute()), shlex.quote(str(run.checkpoint.absolute()))
+    load = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'tokenizer = AutoTokenizer.from_pretrained("{folder}")\n'
+        f'model = AutoModelForCausalLM.from_pretrained("{folder}", trust_remote_code=True)\n'
+        'written = model.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=40)\n'
+        "print(tokenizer.decode(written[0]))"
+    )
     body = json.dumps({"prompt": "Once", "max_tokens": 40})
-    return {
-        "Load it": f"from transformers import AutoModelForCausalLM\n\nmodel = {load}",
-        "Serve it": f"linearizer serve {shlex.quote(str(run.folder.absolute()))}",
-        "Ask the server": f"curl http://{HOST}:{PORT}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
-    }
+    ways = {"Load it": load, "Serve it": f"linearizer serve {shlex.quote(str(run.folder.absolute()))}"}
+    if find_spec("vllm") is not None:
+        ways["Serve it with vLLM"] = f"vllm serve {place} --enable-prefix-caching --block-size 256"
+    asked = f"curl http://{HOST}:{PORT}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
+    return {**ways, "Ask Linearizer’s server, once it is there": asked}
 
 
 def copy_button(title: str, text: str) -> str:

@@ -62,14 +62,15 @@ def read_document(visitor: Visitor, name: str, text: str, settings: Settings, ch
 
 
 def keep_while_answering(key: Key | None, chat: Chat, answers: Answers) -> Answers:
-    """Keep a chat while the models answer; stop them if it is ended meanwhile."""
+    """Keep a chat while the models answer; stop them if they should, or if it is ended meanwhile."""
     chats.keep_chat(key, chat)
     try:
-        for chat, update in answers:
-            if key is not None and chats.look_up(key) is None:
-                return
-            chats.keep_chat(key, chat)
-            yield chat, update
+        with chats.answering(key) as should_stop:
+            for chat, update in answers:
+                if should_stop():
+                    return
+                chats.keep_chat(key, chat)
+                yield chat, update
     finally:
         answers.close()
         if chats.look_up(key) is None:
@@ -114,8 +115,9 @@ def answer_in_turns(
         for update in side_by_side.write_in_turns(talking, models.tokenizer, prompt, ids, tokens, seed, sample):
             if isinstance(update, Comparison):
                 heard = collect_heard(talking) if goes_on else chat.heard
-                turns = (*chat.turns, update) if goes_on else (update,)
-                yield replace(chat, heard=heard, turns=turns, templated=goes_on), update
+                turns = (*chat.turns, update)[-chats.MAX_TURNS :]
+                counts = {name: len(chat.heard.get(name, ())) for name in heard}
+                yield replace(chat, heard=heard, turns=turns, templated=goes_on, before=counts), update
             else:
                 yield chat, update
 

@@ -1,7 +1,8 @@
 """The chats that a server keeps, what each model has heard turn by turn, and the models of one run in memory.
 
 A chat is data: tokens from which the models can build their states again. It is kept under a name that its visitor
-chose, for this visitor and this run alone. A page uses the name of its session, and ends its chats when it is left.
+chose, for this visitor and this run alone, for an hour after its last turn. All pages of a visitor share one name, so a
+page that is loaded again finds its chat.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from linearizer.errors import ModelNotAvailable, RequestError
 from linearizer.page import limits
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 WAIT_SECONDS = 120  # for other visitors who use the models
 MAX_NAME = 100  # characters of a chat's name
+MAX_WAITING = 8  # messages of a chat that are not answered yet
+MAX_TURNS = 50  # of a chat that are shown
 Key = tuple[Path, tuple[Path, str], str]  # the folder of the visitor, the run, and the name of the chat
 
 
@@ -50,6 +53,14 @@ class Document:
     whole: bool  # not cut to the room of the model
 
 
+class Message(NamedTuple):
+    """A message of a visitor that is not answered yet."""
+
+    text: str
+    answer: str = ""  # the right one, where it is known
+    tries: int = 0  # answers that were taken back: the next one draws other tokens
+
+
 @dataclass(frozen=True)
 class Chat:
     """A conversation so far."""
@@ -59,10 +70,17 @@ class Chat:
     document: Document | None = None
     turns: tuple[Comparison, ...] = ()
     templated: bool = False  # whether turns follow each other; else each follows the document
+    before: dict[str, int] = field(default_factory=dict)  # tokens heard before the last turn, by model
+    message: Message | None = None  # of the last turn
 
     @property
     def tokens(self) -> int:
         return max(map(len, self.heard.values()), default=0)
+
+    def take_back(self) -> Chat:
+        """Return the chat without its last turn."""
+        heard = {name: tokens[: self.before.get(name)] for name, tokens in self.heard.items()}
+        return replace(self, heard=heard, turns=self.turns[:-1], before={}, message=None)
 
 
 def is_templated(settings: Settings, tokenizer: Any) -> bool:
@@ -91,6 +109,8 @@ def turn_tokens(chat: Chat, tokenizer: Any, prompt: str) -> list[int]:
 
 
 CHATS: OrderedDict[Key, tuple[float, Chat]] = OrderedDict()
+ASKED: dict[Key, list[Message]] = {}  # what is not answered yet, the message that is being read first
+ANSWERING: dict[Key, bool] = {}  # chats in which the models read or write, and whether they should stop
 CHATS_LOCK = threading.Lock()
 
 
@@ -104,6 +124,53 @@ def key_of(visitor: Visitor, run: Run, name: str) -> Key | None:
 def look_up(key: Key | None) -> Chat | None:
     with CHATS_LOCK:
         return CHATS[key][1] if key is not None and key in CHATS else None
+
+
+def ask(key: Key, message: Message, first: bool = False) -> None:
+    """Let a message wait until those before it are answered."""
+    with CHATS_LOCK:
+        waiting = ASKED.get(key, [])
+        if len(waiting) >= MAX_WAITING:
+            raise RequestError(f"{MAX_WAITING} messages wait for an answer: wait until one is answered, or press Stop")
+        ASKED[key] = [message, *waiting] if first else [*waiting, message]
+
+
+def asked(key: Key) -> list[Message]:
+    """Return the messages that are not answered yet."""
+    with CHATS_LOCK:
+        return [*ASKED.get(key, ())]
+
+
+def take_asked(key: Key) -> None:
+    """Take the first message off the list: it is being answered, or cannot be."""
+    with CHATS_LOCK:
+        if rest := ASKED.pop(key, [])[1:]:
+            ASKED[key] = rest
+
+
+def stop(key: Key) -> list[Message]:
+    """Ask the models to stop; return the messages that will not be answered."""
+    with CHATS_LOCK:
+        if key in ANSWERING:
+            ANSWERING[key] = True
+        return ASKED.pop(key, [])
+
+
+def is_answering(key: Key) -> bool:
+    return key in ANSWERING
+
+
+@contextmanager
+def answering(key: Key | None) -> Iterator[Callable[[], bool]]:
+    """Note that the models answer in a chat; give a function that says whether they should stop."""
+    if key is None:
+        yield lambda: False
+        return
+    ANSWERING[key] = False
+    try:
+        yield lambda: ANSWERING[key] or look_up(key) is None
+    finally:
+        ANSWERING.pop(key, None)
 
 
 def find_chat(key: Key | None, settings: Settings) -> Chat:
@@ -141,15 +208,8 @@ def end_chat(key: Key | None) -> None:
     if key is not None:
         with CHATS_LOCK:  # another thread may be going through all chats
             CHATS.pop(key, None)
+            ASKED.pop(key, None)
         forget_states(key)
-
-
-def end_chats_named(name: str) -> None:
-    """Forget the chats of a page that was left."""
-    with CHATS_LOCK:  # other threads may be adding chats
-        keys = [key for key in CHATS if key[-1] == name]
-    for key in keys:
-        end_chat(key)
 
 
 @dataclass(frozen=True)

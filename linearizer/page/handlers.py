@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from html import escape
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gradio as gr
 
 from linearizer.errors import LinearizerError, NotAgreed, PublishError, RequestError
-from linearizer.page import actions, cards, chat, chat_cards, chats, plan_cards, run_list, sending
+from linearizer.page import actions, cards, plan_cards, run_list, sending
 from linearizer.page.calls import Browser, Memory, begin_import, handler
 from linearizer.page.layout import SEARCH_ABOUT
 from linearizer.page.visitors import EXAMPLE_NAME, MIN_SECRET_CHARACTERS, Visitor, on_space
@@ -22,18 +20,11 @@ from linearizer.plan.plan import Plan
 from linearizer.report import markup
 from linearizer.workers import control
 
-if TYPE_CHECKING:
-    from linearizer.run.results import Comparison, StateSizes
-
 SOON_SECONDS = 0.2  # until the page polls after an action
 IDLE_POLL_SECONDS = 5.0  # between two polls while nothing is running
 MAX_LINKED_RUNS = 4  # of a visitor, on the first page
 SPEED_SECONDS = 5.0  # that a measurement of speed may take: visitors wait for it
-# The parts of Compare that a new chat empties.
-WRITTEN = ("prompt_note", "meter", "teacher", "student", "window", "compare_note")
-LOADING = "Loading the models."
 WATCHED_PARTS = ("memory", "seen", "walk", "timer", "touched", "note")
-COMPARED = ("prompt", *WRITTEN, "teacher_card", "student_card", "window_card")
 RUN_ACTIONS: dict[str, Callable[[Visitor, str], str]] = {  # by the buttons above the steps
     "stop": actions.stop_run,
     "resume": actions.resume_run,
@@ -134,127 +125,6 @@ def share_budget(browser: Browser, budget: float) -> tuple[str, bool]:
     except LinearizerError as error:
         return markup.message_box(str(error), "bad"), True
     return card + f'<i hidden data-figure="{escape(figure)}"></i>', True
-
-
-def name_chat(request: gr.Request) -> str:
-    """Name the chat of a page by its session, in a form that no client uses: a browser may choose its session."""
-    return f"page {request.session_hash}"
-
-
-def leave_page(request: gr.Request) -> None:
-    """Forget the chat of a page that is left, and the states of its models."""
-    chats.end_chats_named(name_chat(request))
-
-
-@handler
-def compare_models(
-    browser: Browser, name: str, prompt: str, tokens: float, seed: float, sample: bool, *manner: Any
-) -> Iterator[list[Any]]:
-    """Let all models answer; in a chat, empty the field for the next turn."""
-    choices = prompt or "", int(tokens or 0), int(seed or 0), bool(sample)  # a field of the page may be empty
-    yield show_chat(compare_note=markup.message_box(LOADING))
-    talk: chats.Chat | None = None
-    course: list[StateSizes] = []
-    for talk, news in chat.compare_models(browser.visitor, browser.run_name, *choices, read_settings(*manner), name):
-        yield show_progress(talk, news, course, talk.tokens)
-    if talk is not None and talk.turns:
-        emptied = {"prompt": ""} if talk.templated else {}
-        yield show_chat(**show_turns(talk), **emptied, compare_note=chat_cards.comparison_note(talk.turns[-1]))
-
-
-@handler
-def read_document(browser: Browser, name: str, path: str | None, *manner: Any) -> Iterator[list[Any]]:
-    """Let all models read a file; nothing else of it is kept."""
-    text, course = take_text(path), list["StateSizes"]()
-    empty = dict.fromkeys(("prompt", *WRITTEN), "")  # now, as a question may be typed while they read
-    yield show_chat(**{**empty, "compare_note": markup.message_box(LOADING)})
-    for talk, news in chat.read_document(browser.visitor, browser.run_name, text, read_settings(*manner), name):
-        yield show_progress(talk, news, course)
-    emptied = dict.fromkeys(chat_cards.HOLDS, "")  # an answer may have been on its way
-    yield show_chat(**emptied, compare_note=markup.message_box("Now ask about the document."))
-
-
-def take_text(path: str | None) -> str:
-    """Return the text of a file that a visitor has sent, and delete the file."""
-    from linearizer.teacher.text import decode_document
-
-    try:
-        return decode_document("the file", Path(path or os.devnull).read_bytes())
-    except OSError as error:
-        raise RequestError(f"the file did not arrive ({error.strerror}): send it again") from error
-    finally:
-        if path:
-            Path(path).unlink(missing_ok=True)
-
-
-def read_settings(as_chat: bool, system: str, window: bool) -> chats.Settings:
-    return chats.Settings(bool(as_chat), (system or "").strip(), bool(window))
-
-
-def show_progress(
-    talk: chats.Chat, progress: Comparison | StateSizes, course: list[StateSizes], before: int = 0
-) -> list[Any]:
-    """Show what the models have written, or how their memory grows while they read after `before` other tokens."""
-    from linearizer.run.results import StateSizes
-
-    if not isinstance(progress, StateSizes):
-        return show_chat(**show_turns(talk), compare_note="")
-    if course and course[-1].tokens == course[-1].total:
-        course.clear()  # the models have read all that they had heard before, and now read a prompt
-    course.append(progress)
-    metered = progress.total >= chat_cards.MIN_METERED_TOKENS
-    meter = {"meter": chat_cards.meter_card(course, talk, 0 if progress.again else before)} if metered else {}
-    return show_chat(compare_note="", **meter)
-
-
-def show_turns(talk: chats.Chat) -> dict[str, str]:
-    """Show the turns of a chat, a column for each model, and the speed of each in the last turn."""
-    columns = {}
-    for name in chat_cards.HOLDS:
-        columns[name] = chat_cards.column(talk.turns, name)
-        columns[f"{name}_card"] = chat_cards.side_card(getattr(talk.turns[-1], name))
-    return columns
-
-
-def show_chat(**parts: Any) -> list[Any]:
-    """Return updates of the parts of Compare, in the order of COMPARED; the other parts stay."""
-    return [parts.get(name, gr.skip()) for name in COMPARED]
-
-
-@handler
-def show_stopped(browser: Browser, name: str) -> list[Any]:
-    """Say how much of a document was read before a stop."""
-    talk = chats.look_up(chats.key_of(browser.visitor, browser.find_run(), name))
-    document = talk and talk.document
-    read = f" {document.tokens:,} tokens of the document are read: ask about these." if document else ""
-    return show_chat(compare_note=markup.message_box(f"Stopped.{read}"))
-
-
-@handler
-def end_chat(browser: Browser, name: str) -> list[Any]:
-    """Begin a new chat, in the template of the model; forget what was read and said."""
-    return [True, *show_ended(browser, name)]
-
-
-def show_ended(browser: Browser, name: str, **parts: str) -> list[Any]:
-    """End a chat, and empty the parts that show it."""
-    actions.end_chat(browser.visitor, browser.run_name, name)
-    empty = {f"{side}_card": chat_cards.side_card(None) for side in chat_cards.HOLDS}
-    return show_chat(**{**dict.fromkeys(WRITTEN, ""), **empty, **parts})
-
-
-def take_prompt(title: str) -> Callable:
-    """Return the handler of a button that fills in a prompt; one that needs memory is a plain text, not a chat."""
-
-    @handler
-    def take(browser: Browser, name: str, tokens: float) -> list[Any]:
-        if title in chat.SAMPLE_PROMPTS:
-            return [gr.skip(), *show_chat(prompt=chat.SAMPLE_PROMPTS[title], prompt_note="")]
-        prompt, state = chat.make_memory_prompt(browser.visitor, browser.run_name, title, int(tokens or 0))
-        note = chat_cards.memory_note(prompt, state)
-        return [False, *show_ended(browser, name, prompt=prompt.text, prompt_note=note)]
-
-    return take
 
 
 @handler

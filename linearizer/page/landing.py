@@ -1,4 +1,4 @@
-"""The gain, on the first page: recorded measurements of a real model, and a question that it was asked.
+"""The first page: a text that three models read, replayed from a recording, and measurements of a real model.
 
 They are in real_model.json, which `python -m tests.benchmarks.landing` writes from the results of the benchmarks.
 """
@@ -21,7 +21,8 @@ KL = Axis(0.0003, 0.4, ((0.001, "0.001"), (0.01, "0.01"), (0.1, "0.1")))
 AGREEMENT = Axis(0.8, 1.0, tuple((share / 100, f"{share}%") for share in range(80, 101, 5)), log=False)
 MEGABYTES = Axis(2, 250, ((3, "3"), (10, "10"), (30, "30"), (100, "100")))
 STUDENT, WINDOW = "student", "window"
-SIDES = (("teacher", "The model as it was"), (STUDENT, "Its student"), (WINDOW, "A plain window of the same bytes"))
+SIDES = (("teacher", "The model"), (STUDENT, "Its student"), (WINDOW, "A plain window"))
+SHOWN = 260  # characters of the text that are shown while it is read
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Asked:
-    """Questions that need memory: their count, how many each side answered right, and one of them."""
+    """Questions that need memory: their count, how many each side answered right, and one of them with its text."""
 
     count: int
     budget: int
@@ -53,6 +54,9 @@ class Asked:
     question: str
     distance: int  # tokens from the fact to the question
     answers: dict[str, str]  # by the names of SIDES
+    source: str  # where the text is from
+    text: str  # what was read, up to the question
+    readings: tuple[tuple[int, ...], ...]  # tokens that were read by then, and the bytes of each side
 
 
 @dataclass(frozen=True)
@@ -77,19 +81,52 @@ def read_model() -> RealModel:
     return RealModel.from_json(FILE.read_text(encoding="utf-8"))
 
 
-def gain_sentence() -> str:
-    """Say in a sentence what the student of the first budget keeps, and what it saves."""
+def hero_html() -> str:
+    """Open with what a student is and what it keeps, and with the recording that shows it."""
     model = read_model()
     budget = model.budgets[model.first]
     return (
-        f"At {model.lengths[-1]:,} tokens the student of {escape(model.model)} <b>chooses the same next token "
+        '<div class="lz-hero"><h2>A memory that does not grow</h2><p>Linearizer turns a language model into a student '
+        "whose memory has a fixed size, and measures what that costs: "
+        f"at {model.lengths[-1]:,} tokens the student of {escape(model.model)} <b>chooses the same next token "
         f"{budget.rows[0].agreement[-1]:.0%} of the time, in {size(budget.state_bytes)} instead of "
-        f"{size(model.cache_bytes[-1])}</b>."
+        f"{size(model.cache_bytes[-1])}</b>.</p></div>{replay_html(model.asked)}"
+    )
+
+
+def replay_html(asked: Asked) -> str:
+    """Write the end of the recording, which head.html replays from its begin where motion is welcome."""
+    most = max(asked.readings[-1][1:])
+    sides = "".join(
+        side_html(asked, side, title, held, most)
+        for (side, title), held in zip(SIDES, asked.readings[-1][1:], strict=True)
+    )
+    text = " ".join(asked.text.split())
+    return (
+        f'<section class="lz-replay" aria-label="A recording" data-text="{escape(text, quote=True)}" '
+        f'data-readings="{[*map(list, asked.readings)]}">'
+        f"<p>All read {escape(asked.source)}, with a sentence of ours near the beginning: "
+        f"<q>{escape(asked.fact)}</q></p>"
+        f'<p class="lz-read"><span>… <span data-shown>{escape(text[-SHOWN:])}</span> '
+        f'<b class="lz-later">{escape(asked.question)}</b></span></p><div class="lz-sides">{sides}</div>'
+        '<p class="lz-faint"><button type="button" data-act="replay">Play</button> '
+        f"<span data-read>{asked.readings[-1][0]:,}</span> tokens read</p></section>"
+    )
+
+
+def side_html(asked: Asked, side: str, title: str, held: int, most: int) -> str:
+    """Show what one side remembers at the end, and its answer."""
+    answer, right = asked.answers[side], asked.answers[side] == asked.fact
+    sign = '<span role="img" aria-label="right">✓</span>' if right else '<span role="img" aria-label="wrong">✗</span>'
+    return (
+        f'<div class="lz-side"><h3>{title}</h3><b data-held>{size(held)}</b>'
+        f'<div class="lz-held lz-{side}"><i style="width:{held / most:.1%}"></i></div>'
+        f'<p class="lz-later">{sign} {escape(answer)}</p></div>'
     )
 
 
 def real_model_html() -> str:
-    """Show the measurements of the budget that a slider chooses, and the question."""
+    """Show the measurements of the budget that a slider chooses."""
     model = read_model()
     dial = (
         '<label class="lz-dial">Budget, in tokens of the cache'
@@ -105,9 +142,15 @@ def real_model_html() -> str:
         f"{escape(model.model)}, without training, judged on {model.documents} documents of code and prose that were "
         "not used to price its heads. KL is in nats per token, lower is better."
     )
-    lead = f'<div class="lz-lead"><h2 id="gained">What you gain</h2><p>{about}</p></div>'
-    sections = numbers_html(model) + asked_html(model.asked)
-    return f'<section class="lz-real" aria-labelledby="gained">{lead}{dial}{budgets}{sections}</section>'
+    asked = model.asked
+    rights = ", ".join(f"{title.lower()} {asked.right[side]}" for side, title in SIDES)
+    recorded = (
+        f"Of {asked.count} questions about a sentence some {asked.distance:,} tokens back, as the one that is recorded "
+        f"above, these were answered right at a budget of {asked.budget} tokens, the beginning of the answer being "
+        f"given: {rights}."
+    )
+    lead = f'<div class="lz-lead"><h2 id="gained">What you gain</h2><p>{about}</p><p>{recorded}</p></div>'
+    return f'<section class="lz-real" aria-labelledby="gained">{lead}{dial}{budgets}{numbers_html(model)}</section>'
 
 
 def budget_html(model: RealModel, budget: Budget) -> str:
@@ -152,18 +195,3 @@ def numbers_html(model: RealModel) -> str:
     ]
     note = '<p class="lz-faint">Brackets hold 95% intervals by Student’s t over the documents.</p>'
     return folded("In numbers", table("", head, rows, label="KL of a real model") + note)
-
-
-def asked_html(asked: Asked) -> str:
-    """Show a question that needs memory, its answers, and how many such questions each side answered right."""
-    answers = "".join(
-        f"<div><h3>{title}</h3><p>{escape(asked.answers[side])}</p>"
-        f'<p class="lz-faint">{asked.right[side]} of {asked.count} such questions right</p></div>'
-        for side, title in SIDES
-    )
-    return (
-        f'<div class="lz-lead"><h2>A question that needs memory</h2><p>{asked.distance:,} tokens before the question '
-        f"the text says: <q>{escape(asked.fact)}</q> Then: <q>{escape(asked.question)}</q></p></div>"
-        f'<div class="lz-answers">{answers}</div><p class="lz-faint">Recorded at a budget of {asked.budget} '
-        "tokens; the beginning of the sentence was given.</p>"
-    )

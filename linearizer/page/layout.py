@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from html import escape
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import gradio as gr
 
 from linearizer.page import landing, plan_form
-from linearizer.page.chat import MEMORY_PROMPTS, SAMPLE_PROMPTS
 from linearizer.page.limits import LIMITS, budget_reach
 from linearizer.page.plan_form import USUAL_PAPER, effort_choices, recipe_choices, way_choices
 from linearizer.page.visitors import EXAMPLE_NAME, on_space, signs_in
@@ -17,6 +19,7 @@ from linearizer.plan.plan import DEFAULT_BUDGET
 from linearizer.report.markup import glossary_html, message_box
 from linearizer.report.parts import PART_VIEWS
 
+UNCHOSEN = "Choose a model to continue"
 SEARCH_ABOUT = "a name on the Hub, a folder, or a GGUF file"
 MODELS = {  # suggestions, by the titles of their buttons
     "Take the demo (14 MB)": "demo",
@@ -34,11 +37,6 @@ LEADS = {  # of the second step: its title and text
     ),
 }
 SLIDERS = {"causal": "Tokens of cache", "encoder": "Tokens that each token sees"}
-ABOUT_COMPARE = (
-    "One chat with three models, which take turns, a token each. They can all read a file, and then each answers from "
-    "what it remembers."
-)
-COLUMNS = {"teacher": "Teacher", "student": "Student", "window": "Plain window"}
 ABOUT_JOBS = (
     "The same run on hardware that the Hub rents by the minute. Only your account pays. The run is kept in a private "
     "bucket of yours, and this page follows it as any other run."
@@ -79,9 +77,23 @@ def header(level: str = "h1") -> None:
         gr.LoginButton("Sign in with Hugging Face", size="sm", elem_id="sign-in")
     gr.HTML(
         f'<header class="lz-head"><{level} class="lz-name">Linearizer</{level}>{glossary_html()}'
-        "<p>Language models of the Hub, with a memory that does not grow.</p></header>"
+        f"<p>Language models of the Hub, with a memory that does not grow.</p>{links_html()}</header>"
     )
     gr.HTML(f'<p class="lz-message">{LIMITS.in_words()}</p>' if on_space() else "", visible=on_space())
+
+
+def links_html() -> str:
+    """Link to the paper of the method, how to cite it, the licence, and on a Space the code."""
+    card = (Path(__file__).parents[1] / "publish" / "causal_card.md").read_text(encoding="utf-8")
+    cited = card.partition("```bibtex\n")[2].partition("\n\n")[0]
+    space = (
+        f'<a href="https://huggingface.co/spaces/{os.environ.get("SPACE_ID")}/tree/main">Code</a>' if on_space() else ""
+    )
+    return (
+        f'<nav class="lz-about" aria-label="About">{space}<a href="https://arxiv.org/abs/2507.03340">Paper</a>'
+        f'<button type="button" data-act="copy" value="{escape(cited, quote=True)}">BibTeX</button>'
+        '<a href="https://www.apache.org/licenses/LICENSE-2.0">Apache 2.0</a></nav>'
+    )
 
 
 def run_above_steps(ui: SimpleNamespace) -> None:
@@ -107,20 +119,19 @@ def place_choice(name: str, place: Callable[[SimpleNamespace], None], ui: Simple
 
 
 def choose_model(ui: SimpleNamespace) -> None:
-    gr.HTML(
-        '<div class="lz-hero"><h2>Which model?</h2><p>A language model keeps the keys and values of every token, '
-        "so its KV cache grows with the text. Linearizer turns the model into a student whose memory has a fixed size, "
-        f"and measures what that costs. {landing.gain_sentence()}</p></div>",
-        elem_id="hero",
-    )
-    ui.model = gr.Dropdown([], value=None, label="Model", info=SEARCH_ABOUT, allow_custom_value=True, elem_id="model")
+    gr.HTML(landing.hero_html(), elem_id="hero")
+    with gr.Row(elem_classes="lz-pick"):
+        look: dict[str, Any] = {"allow_custom_value": True, "elem_id": "model", "scale": 3, "min_width": 300}
+        ui.model = gr.Dropdown([], value=None, label="Model", info=SEARCH_ABOUT, **look)
+        ui.to_budget = gr.Button(
+            UNCHOSEN, variant="primary", interactive=False, elem_id="to-budget", scale=1, min_width=200
+        )
     with gr.Row(elem_classes="lz-chips"):
         ui.models = {
             model: gr.Button(title, size="sm", min_width=90, elem_id=model.rpartition("/")[2])
             for title, model in MODELS.items()
         }
     ui.model_card = gr.HTML(elem_id="model-card")
-    ui.to_budget = gr.Button("Continue", variant="primary", interactive=False, elem_id="to-budget")
     link = f'<a href="?run={EXAMPLE_NAME}" id="example">Look at a finished example, and chat with its student</a>'
     ui.last_runs = gr.HTML(elem_id="last-runs")
     gr.HTML(f'<p class="lz-links">{link}</p>{landing.real_model_html()}', elem_id="gain")
@@ -234,6 +245,9 @@ def distil_step(ui: SimpleNamespace) -> None:
 
 def result_step(ui: SimpleNamespace) -> None:
     gr.HTML('<h2 class="lz-lead">Result</h2>')
+    with gr.Row(elem_id="next"):
+        ui.to_chat = gr.Button("Chat with it", variant="primary", visible=False, elem_id="to-chat")
+        ui.to_publish = gr.Button("Publish", visible=False, elem_id="to-publish")
     ui.awaited = gr.HTML(message_box("The student of this run is not judged yet."), elem_id="awaited")
     ui.verdict = gr.HTML(elem_id="verdict")
     ui.usage = gr.HTML(elem_id="use-card")
@@ -242,52 +256,6 @@ def result_step(ui: SimpleNamespace) -> None:
     ui.held = chart("What each head needs and holds", ABOUT_NEEDS, "held")
     place_publishing(ui)
     place_measurements(ui)
-
-
-def compare_step(ui: SimpleNamespace) -> None:
-    """Place a chat with three models: a prompt for all of them, and a column for each."""
-    lead("Compare", ABOUT_COMPARE)
-    ui.chat = gr.State("")  # its name
-    ui.prompt = gr.Textbox("Once upon a time", label="Prompt", lines=2, max_lines=6, elem_id="prompt")
-    with gr.Row(elem_id="prompts", elem_classes="lz-chips"):
-        titles = (*SAMPLE_PROMPTS, *MEMORY_PROMPTS)
-        ui.prompts = {title: gr.Button(title, size="sm", min_width=90) for title in titles}
-    ui.prompt_note = gr.HTML(elem_id="prompt-note")
-    with gr.Row(elem_id="chat-acts"):
-        ui.compare = gr.Button("Write", variant="primary", elem_id="compare", interactive=False, min_width=120)
-        look: dict[str, Any] = {"size": "lg", "min_width": 120, "interactive": False, "elem_id": "file"}
-        ui.file = gr.UploadButton("Read a file", file_types=["text", ".md", ".pdf"], type="filepath", **look)
-        ui.end_chat = gr.Button("New chat", elem_id="end-chat", min_width=120)
-        ui.stop_writing = gr.Button("Stop", elem_id="stop-writing", min_width=120)
-    place_manner(ui)
-    ui.meter = gr.HTML(elem_id="meter")
-    ui.compare_note = gr.HTML(elem_id="compare-note")
-    with gr.Row():
-        for name, title in COLUMNS.items():
-            with gr.Column(min_width=190) as place:
-                gr.HTML(f"<h3>{title}</h3>", elem_classes="lz-side-name")
-                setattr(ui, name, gr.HTML(elem_id=name))
-                setattr(ui, f"{name}_card", gr.HTML(elem_id=f"{name}-card"))
-    ui.window_place = place  # the last
-
-
-def place_manner(ui: SimpleNamespace) -> None:
-    """Place the settings of prompts, and of how the models write."""
-    with gr.Accordion("Template, length and more", open=False, elem_id="manner"):
-        about = "the beginning of a chat, if the model has a template"
-        ui.system = gr.Textbox("", label="System message", info=about, lines=1, max_lines=4, elem_id="system")
-        with gr.Row():
-            about = "if the model has a template; else all continue the text"
-            ui.as_chat = gr.Checkbox(True, label="As a chat", info=about, min_width=180, elem_id="as-chat")
-            about = "sinks and the newest tokens, in the student’s bytes"
-            ui.with_window = gr.Checkbox(
-                True, label="A plain window, too", info=about, min_width=180, elem_id="with-window"
-            )
-        with gr.Row():
-            ui.tokens = gr.Slider(8, 256, 64, step=8, label="Tokens", scale=3, min_width=220)
-            ui.prompt_seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**31, min_width=100)
-            about = "instead of the likeliest token"
-            ui.sample = gr.Checkbox(False, label="Draw tokens", info=about, scale=2, min_width=180)
 
 
 def place_measurements(ui: SimpleNamespace) -> None:

@@ -15,7 +15,7 @@ from linearizer.errors import LinearizerError, RequestError
 from linearizer.page import actions, plan_cards, plan_form, planning
 from linearizer.page.calls import Browser, handler, refusals
 from linearizer.page.handlers import WATCHED_PARTS, watch_run
-from linearizer.page.layout import LEADS, SLIDERS, lead_html, reach_of
+from linearizer.page.layout import LEADS, SLIDERS, UNCHOSEN, lead_html, reach_of
 from linearizer.page.plan_form import WAYS, effort_choices, name_fields, recipe_of, way_choices
 from linearizer.page.planning import Examined, ExaminedEncoder, make_plan
 from linearizer.plan.plan import ADJUSTABLE, Plan
@@ -35,7 +35,8 @@ def show_model(browser: Browser, model: str | None, budget: float | None) -> tup
     """Describe a model, and open the next step if it is supported."""
 
     def show(card: str, chosen: Examined | ExaminedEncoder | None = None, form: Sequence[Any] = ()) -> tuple[Any, ...]:
-        opened = gr.Button(interactive=chosen is not None), gr.Tab(interactive=chosen is not None)
+        title = "Continue" if chosen else "Choose another model" if model else UNCHOSEN
+        opened = gr.Button(title, interactive=chosen is not None), gr.Tab(interactive=chosen is not None)
         return card, chosen, *opened, *(form or [gr.skip()] * len(FORM))
 
     if not model:

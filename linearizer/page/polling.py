@@ -16,7 +16,7 @@ import gradio as gr
 from gradio.components.plot import PlotData
 
 from linearizer.errors import LinearizerError, RequestError
-from linearizer.page import cards, plan_cards, run_state, sending
+from linearizer.page import cards, compare, plan_cards, run_state, sending
 from linearizer.page.calls import Browser, handler
 from linearizer.page.handlers import IDLE_POLL_SECONDS, RUN_ACTIONS, show_note
 from linearizer.page.limits import budget_reach
@@ -36,6 +36,7 @@ POLL_SECONDS = 3.0  # between two polls of a live run
 PLOTS = ("curves", "losses")
 TEXTS = ("verdict", "usage")
 LOCKED = {"compare": gr.Button, "file": gr.UploadButton, "branch": gr.Button}  # until a step of the run is reached
+OFFERS = {"download": "student", "to_chat": "compare", "to_publish": "student"}  # what each needs
 TABS = ("step_2", "step_3", "step_4", "step_5", "step_6")
 PLACES = ("colour", "awaited", "all")
 PARTS = tuple(f"{part}_{piece}" for part in PART_VIEWS for piece in ("place", "tables", "chart"))
@@ -56,7 +57,7 @@ OUTPUTS = (  # of draw_changes: the names of parts of the page
         "evaluate",
         "stop_evaluating",
     ),
-    *(*RUN_ACTIONS, "download", *PLOTS, *TEXTS, *LOCKED, *TABS, *PLACES, *PARTS, *CHOSEN),
+    *(*RUN_ACTIONS, *OFFERS, *PLOTS, *TEXTS, *LOCKED, *TABS, *PLACES, *PARTS, *CHOSEN, *compare.OUTPUTS),
 )
 POLLED_PIECES = ("card", "training", "evaluating card")  # that poll_run sends itself
 
@@ -98,10 +99,11 @@ def draw_changes(browser: Browser, drawn_marks: dict[str, str], at: float, touch
         # if nothing was shown yet, the steps stay as the visitor has opened them
         return in_order(show_nothing() | show_attached(None) if drawn_marks or browser.run_name else {})
     parts = {key: part for key, part in parts.items() if opened or not key.startswith(PART_PREFIX)}
+    another = drawn_marks.get("id") not in (None, parts["id"].mark)
     if drawn_marks.get("id") != parts["id"].mark:  # a new run may have the name of a deleted one
         drawn_marks = {name: step for name, step in drawn_marks.items() if name == "shown"}
     changed = {key: part.value for key, part in parts.items() if drawn_marks.get(key) != part.mark}
-    drawn = show_nothing() | show_attached(run) if "id" in changed else {}
+    drawn = show_nothing() | show_attached(run) | compare.show_kept(browser, another) if "id" in changed else {}
     drawn |= {name: plot_json(changed[name]) for name in PLOTS if name in changed}
     drawn |= {name: changed[name] for name in TEXTS if name in changed}
     for part in (part for part in PART_VIEWS if PART_PREFIX + part in changed):
@@ -113,7 +115,7 @@ def draw_changes(browser: Browser, drawn_marks: dict[str, str], at: float, touch
         drawn["step_4"] = gr.Tab(visible=changed["trains"], interactive=True)
     if "can" in changed:
         drawn |= {name: gr.Button(visible=changed["can"][name]) for name in RUN_ACTIONS}
-        drawn["download"] = gr.Button(visible=changed["can"]["student"])
+        drawn |= {name: gr.Button(visible=changed["can"][needed]) for name, needed in OFFERS.items()}
     drawing = changed.get("shares" if "shares" in parts else "measuring")
     if drawing is not None and not touched:
         drawn |= draw_heads(drawing)
@@ -175,7 +177,7 @@ def show_nothing() -> dict[str, Any]:
     updates: dict[str, Any] = dict.fromkeys((*PLOTS, "needs", "held")) | dict.fromkeys(
         (*TEXTS, "other_card", "sent"), ""
     )
-    updates |= {name: gr.Button(visible=False) for name in (*RUN_ACTIONS, "download")}
+    updates |= {name: gr.Button(visible=False) for name in (*RUN_ACTIONS, *OFFERS)}
     updates |= {name: part(interactive=False) for name, part in LOCKED.items()}
     updates |= {"evaluate": gr.Button(interactive=False), "stop_evaluating": gr.Button(visible=False)}
     for part in PART_VIEWS:

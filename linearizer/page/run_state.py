@@ -31,6 +31,7 @@ from linearizer.workers.control import LIVE, Status
 MAX_AGE_SECONDS = 2.0  # of pieces that are sent again without reading the run
 CURVE_SECONDS = 2.5  # between two drawings of a curve that grows
 MAX_WATCHED_RUNS = 64  # whose pieces are kept
+OVER = (EventName.DONE, EventName.STOPPED, EventName.FAILED)
 PART_PREFIX = "part "  # begins the name of a piece that shows a part of an evaluation
 
 
@@ -52,6 +53,8 @@ class RunState:
         self.begin, self.ends = 0, dict[int, int]()  # in this list: of the current loss, and of each that has ended
         self.pieces: dict[str, Piece] = {}
         self.measuring = Measuring()
+        self.started: float | None = None
+        self.worked = 0.0  # seconds, until it last ended
         self.read_at = self.drawn = 0.0
         self.evaluated: int | None = None  # time of the evaluation file that is drawn
 
@@ -68,6 +71,7 @@ class RunState:
         """Read the new events of the log."""
         new_events, self.place = events.read_events(self.run.log_file, self.place)
         for event in new_events:
+            self.count_seconds(event)
             if self.run.is_encoder_run and event["event"] != EventName.PUBLISHED:
                 continue
             if event["event"] in (EventName.PROFILE, EventName.PRICE):
@@ -82,6 +86,16 @@ class RunState:
                 self.training, self.begin, self.ends = [], 0, {}
             elif event["event"] == EventName.PUBLISHED:
                 self.put("published", f"{event['time']} {event['revision']}", lambda event=event: event)
+
+    def count_seconds(self, event: Event) -> None:
+        """Add the time between each start of the run and what ended it."""
+        if not self.run.owns_event(event):
+            return
+        if event["event"] == EventName.STARTED:
+            self.started = event["time"]
+        elif event["event"] in OVER and self.started is not None:
+            self.worked += event["time"] - self.started
+            self.started = None
 
     def add_step(self, event: Event) -> None:
         """Add a step of a training; a resumed loss replaces its steps from there on."""
@@ -105,7 +119,7 @@ class RunState:
             "stage": step_of_page(status),
             "trains": cards.trains(run),
             "can": possible_actions(status),
-            "card": cards.run_card(status, run.folder.name, now),
+            "card": cards.run_card(status, run.folder.name, now, self.worked),
             "training": cards.training_card(status, self.training),
             "evaluating": "" if evaluation is None else evaluation.state,
             "evaluating card": "" if is_example(run) else cards.evaluation_card(evaluation, now),

@@ -17,23 +17,19 @@ from gradio.themes import Color
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 
-from linearizer.page import actions, handlers, layout, limits, plan_handlers, polling, sending
+from linearizer.page import actions, compare, handlers, layout, limits, link_preview, plan_handlers, polling, sending
+from linearizer.page.calls import ONCE, QUICK, SLOW
 from linearizer.page.visitors import on_space
 from linearizer.serve import guards
 from linearizer.serve.server import HOST, LOCAL_HOSTS, address, check_key
 
-# Gradio sends the progress of every event to every part that ever showed progress, and copies its figures each time.
-# So an event without progress names no part for it, and an event with progress names one.
-HIDDEN: dict[str, Any] = {"show_progress": "hidden", "show_progress_on": [], "api_visibility": "private"}
-QUICK: dict[str, Any] = {**HIDDEN, "queue": False}  # Gradio shows no errors of these events: they return sentences
-SLOW: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private", "concurrency_limit": 4}
 STEPS: dict[str, Callable[[SimpleNamespace], None]] = {
     "Model": partial(layout.place_choice, "model", layout.choose_model),
     "Budget": partial(layout.place_choice, "plan", layout.choose_plan),
     "Measure": layout.profile_step,
     "Train": layout.distil_step,
     "Result": layout.result_step,
-    "Compare": layout.compare_step,
+    "Compare": compare.place,
 }
 HERE = Path(__file__).parent
 PAIR = (("One run", "first"), ("Another run", "second"))
@@ -41,7 +37,6 @@ QUEUE_SECONDS = 0.02  # between two looks of an idle server at its queue; Gradio
 COMPRESSED_BYTES = 10_000  # larger answers are sent compressed; Gradio itself compresses only files
 STARTED = "/gradio_api/startup-events"  # which Gradio asks for when it starts, without a key; it tells nothing
 MAX_SESSIONS = 200  # whose state is kept, about 0.4 MB each; an open page polls, and so stays among them
-ONCE: dict[str, Any] = {**SLOW, "show_progress_on": [], "trigger_mode": "once"}
 ACCENT = Color(
     "#eef6fb", "#d9eaf6", "#b5d6ec", "#84bbdf", "#4f9bcd", "#2a7fb8", "#1f6699", "#1b527b", "#194461", "#163650",
     "#0f2538", name="accent",
@@ -114,8 +109,6 @@ def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
     outputs = [ui.memory, ui.note, ui.timer]
     opened = site.load(handlers.open_page, [ui.memory, ui.address], outputs, js="readAddress", **QUICK)
     opened.then(None, None, None, js="() => { window.opened = true }", **QUICK)
-    site.load(handlers.name_chat, None, ui.chat, **QUICK)
-    site.unload(handlers.leave_page)
     site.load(handlers.list_last_runs, ui.memory, ui.last_runs, **QUICK)
     ui.memory.change(None, ui.memory, None, js="keepInAddress", **QUICK)
     for number, page in enumerate(ui.pages, 1):
@@ -123,7 +116,7 @@ def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
     wire_model(ui)
     wire_plan(ui)
     wire_run(ui, opened)
-    wire_compare(ui)
+    compare.wire(ui)
     wire_publish(ui)
     wire_evaluate(ui)
 
@@ -191,6 +184,8 @@ def wire_run(ui: SimpleNamespace, opened: Any) -> None:
     ui.other.input(handlers.share_budget, [ui.memory, ui.other], [ui.other_card, ui.touched], **newest_only)
     ui.colour.change(None, ui.colour, None, js="colourHeads", **QUICK)
     ui.branch.click(handlers.branch_run, [ui.memory, ui.other], watch_outputs(ui), **ONCE)
+    ui.to_chat.click(lambda: gr.Tabs(selected=6), None, ui.walk, **QUICK)
+    ui.to_publish.click(None, None, None, js="openPublishing", **QUICK)
     for name, action in {**handlers.RUN_ACTIONS, "stop_evaluating": actions.stop_evaluation}.items():
         getattr(ui, name).click(handlers.ask_run(action), ui.memory, [ui.timer, ui.note, ui.pay], **ONCE)
 
@@ -198,25 +193,6 @@ def wire_run(ui: SimpleNamespace, opened: Any) -> None:
 def wire_evaluate(ui: SimpleNamespace) -> None:
     choices = [ui.parts, ui.part_texts, ui.part_tasks, ui.part_limit]
     ui.evaluate.click(handlers.start_evaluation, [ui.memory, *choices], ui.timer, **ONCE)
-
-
-def wire_compare(ui: SimpleNamespace) -> None:
-    """Connect the chat with three models."""
-    outputs = [getattr(ui, name) for name in handlers.COMPARED]
-    busy = {**HIDDEN, "concurrency_limit": 1, "trigger_mode": "once"}
-    manner = [ui.as_chat, ui.system, ui.with_window]
-    inputs = [ui.memory, ui.chat, ui.prompt, ui.tokens, ui.prompt_seed, ui.sample, *manner]
-    writing = gr.on([ui.compare.click, ui.prompt.submit], handlers.compare_models, inputs, outputs, **busy)
-    reading = ui.file.upload(handlers.read_document, [ui.memory, ui.chat, ui.file, *manner], outputs, **busy)
-    stopped = ui.stop_writing.click(None, None, None, cancels=[writing, reading], **QUICK)
-    stopped.then(handlers.show_stopped, [ui.memory, ui.chat], outputs, **QUICK)
-    outputs_and_mode = [ui.as_chat, *outputs]
-    ui.end_chat.click(handlers.end_chat, [ui.memory, ui.chat], outputs_and_mode, cancels=[writing, reading], **QUICK)
-    ui.with_window.change(lambda is_shown: gr.Column(visible=bool(is_shown)), ui.with_window, ui.window_place, **QUICK)
-    ui.prompt.input(lambda: "", None, ui.prompt_note, **QUICK)
-    for title, button in ui.prompts.items():
-        take, sent = handlers.take_prompt(title), [ui.memory, ui.chat, ui.tokens]
-        button.click(take, sent, outputs_and_mode, show_progress_on=ui.prompt, **SLOW)
 
 
 def wire_publish(ui: SimpleNamespace) -> None:
@@ -326,7 +302,10 @@ def serve_page(
         enable_monitoring=False,
         max_file_size=limits.MAX_FILE,
         state_session_capacity=MAX_SESSIONS,
-        app_kwargs={"routes": [sending.ROUTE], "middleware": [compressing, *keep_out(key or made_key)]},
+        app_kwargs={
+            "routes": [sending.ROUTE, link_preview.ROUTE],
+            "middleware": [compressing, *keep_out(key or made_key), Middleware(link_preview.LinkPreview)],
+        },
         ssr_mode=False,
         prevent_thread_lock=True,
     )

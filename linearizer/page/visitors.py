@@ -71,7 +71,9 @@ class Visitor:
             return Run(example_folder())
         folder = self.home / name if isinstance(name, str) and RUN_NAME.fullmatch(name) else None
         if folder is None or folder.is_symlink() or not (folder / Run(folder).plan_file).is_file():
-            raise RequestError(f"{quote(name)} is not one of your runs: choose one that `Runs` lists")
+            raise RequestError(
+                f"{quote(name)} is not one of your runs, or was renamed or deleted: choose one that `Runs` lists"
+            )
         return Run(folder)
 
     def find_own_run(self, name: str) -> Run:

@@ -13,19 +13,17 @@ import argparse
 import json
 from pathlib import Path
 
-import torch
-
+from linearizer.evaluate.side_by_side import Reader, write_in_turns
 from linearizer.evaluate.subjects import Setup
 from linearizer.method.initialise import initialise
 from linearizer.method.recorder import samples_of
-from linearizer.page.landing import FILE, STUDENT, WINDOW, Asked, Budget, RealModel, Row
+from linearizer.page.landing import FILE, SIDES, STUDENT, WINDOW, Asked, Budget, RealModel, Row
 from linearizer.pipeline import begin_student
 from linearizer.progress import quiet
 from linearizer.run.files import write_whole
 from linearizer.run.folder import Run
+from linearizer.run.results import StateSizes
 from linearizer.teacher.load import load_teacher_of
-from linearizer.teacher.logits import fresh_cache
-from linearizer.teacher.token_loop import generate_tokens
 from tests.benchmarks.quality_table import RESULTS
 from tests.benchmarks.real_table import TEACHER, RealTable
 from tests.benchmarks.real_texts import NAME, documents_to_judge
@@ -39,6 +37,7 @@ SHOWN = {  # rows -> their names on the page
     "tova, 8 bits": "TOVA",
     "zsmerge, 8 bits": "ZSMerge",
 }
+SHOWN_TEXT = "Dubliners"  # of 1914, by James Joyce, who died in 1941: nobody's property
 BEFORE, FAR = 60, 1500  # tokens of a text before a fact, and from there to the question
 NEW_TOKENS = 8
 FACTS = (  # how a sentence begins, how it ends, and the question for it
@@ -75,12 +74,15 @@ def ask_all(run):
     setup = Setup(run, student.eval(), student, teacher.tokenizer, student, None)
     documents = documents_to_judge(setup.tokenizer, BEFORE + FAR, len(FACTS))
     subjects = setup.subjects(BEFORE + FAR)
-    for fact, document in list(zip(FACTS, documents, strict=True))[len(recorded["asked"]) :]:
+    pairs = sorted(zip(FACTS, documents, strict=True), key=lambda pair: SHOWN_TEXT not in pair[1].name)
+    for fact, document in pairs[len(recorded["asked"]) :]:
         prompt, distance = hide(setup.tokenizer, document.ids[0], *fact)
-        answers = {subject.name: answer(subject, setup.tokenizer, prompt) for subject in subjects}
-        recorded["asked"].append({"fact": fact, "distance": distance, "answers": answers})
+        readings, answers = read_and_answer(subjects, setup.tokenizer, prompt)
+        shown = {"prompt": prompt, "readings": readings} if SHOWN_TEXT in document.name else {}
+        asked = {"fact": fact, "text": document.name, "distance": distance, "answers": answers, **shown}
+        recorded["asked"].append(asked)
         write_whole(QUESTIONS, json.dumps({"budget": run.plan.budget, **recorded}, indent=1) + "\n")
-        print(fact[1], answers, flush=True)
+        print(fact[1], recorded["asked"][-1]["answers"], flush=True)
 
 
 def hide(tokenizer, ids, begin, end, question):
@@ -95,12 +97,17 @@ def tokens_of(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # a template has those that are needed
 
 
-def answer(subject, tokenizer, prompt):
-    """Let a subject go on with an answer, up to the end of its first sentence."""
-    ids = torch.tensor([tokens_of(tokenizer, prompt)])
-    with subject.prepared() as model:
-        tokens = list(generate_tokens(model, ids.to(model.device), fresh_cache(model), NEW_TOKENS, 0, False))
-    return tokenizer.decode(tokens, skip_special_tokens=True).strip().partition("\n")[0].partition(".")[0]
+def read_and_answer(subjects, tokenizer, prompt):
+    """Let subjects read a prompt piece by piece, and end the sentence; record the bytes of each after every piece."""
+    readers, readings = [Reader.of(subject) for subject in subjects], []
+    for now in write_in_turns(readers, tokenizer, prompt, tokens_of(tokenizer, prompt), NEW_TOKENS):
+        if isinstance(now, StateSizes):
+            readings.append([now.tokens, *(now.bytes[side] for side, _ in SIDES)])
+    return readings, {side: first_sentence(getattr(now, side).text) for side, _ in SIDES}
+
+
+def first_sentence(text):
+    return text.strip().partition("\n")[0].partition(".")[0]
 
 
 def shown_model():
@@ -125,14 +132,25 @@ def measured(record):
 
 
 def shown_questions():
-    """Count the right answers, and choose the first question that the window misses, and teacher and student answer."""
+    """Count the right answers, and choose the question whose text may be shown."""
     recorded = json.loads(QUESTIONS.read_text(encoding="utf-8"))
     asked = recorded["asked"]
     right = {side: sum(is_right(each, side) for each in asked) for side in asked[0]["answers"]}
-    first = next(each for each in asked if [is_right(each, side) for side in (TEACHER, STUDENT, WINDOW)] == [1, 1, 0])
-    begin, end, question = first["fact"]
-    answers = {side: f"{begin} {text}." for side, text in first["answers"].items()}
-    return Asked(len(asked), recorded["budget"], right, f"{begin} {end}.", question, first["distance"], answers)
+    shown = next(each for each in asked if "readings" in each)
+    begin, end, question = shown["fact"]
+    text = shown["prompt"].partition("<|im_start|>user\n")[2].rpartition(f"\n\n{question}")[0]
+    return Asked(
+        count=len(asked),
+        budget=recorded["budget"],
+        right=right,
+        fact=f"{begin} {end}.",
+        question=question,
+        distance=shown["distance"],
+        answers={side: f"{begin} {answer}." for side, answer in shown["answers"].items()},
+        source="Joyce’s Dubliners",
+        text=text,
+        readings=tuple(tuple(reading) for reading in shown["readings"]),
+    )
 
 
 def is_right(each, side):

@@ -3,14 +3,14 @@
 import re
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 
-from linearizer.page import cards, chat_cards, plan_cards, run_list
-from linearizer.page.chats import Chat, Document, Settings
+from linearizer.page import cards, compare, plan_cards, run_list
+from linearizer.page.chats import Chat, Settings
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
-from linearizer.report import line_chart
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run, read_training
 from linearizer.run.locks import take_lock
@@ -58,45 +58,59 @@ def test_the_list_of_runs_says_how_far_each_is(waiting):
 
 
 def test_the_pace_of_a_few_tokens_is_not_told():
-    assert "50.0" in chat_cards.side_card(Side("", 32, 0.1, 50.0, 32, 1000))
-    assert "50.0" not in chat_cards.side_card(Side("", 3, 0.1, 50.0, 32, 1000))
+    assert "50.0" in compare.head_card("student", 1, 1, 32, Side("", 32, 0.1, 50.0, 32, 1000))
+    assert "50.0" not in compare.head_card("student", 1, 1, 32, Side("", 3, 0.1, 50.0, 32, 1000))
+
+
+def messages_of(turn, name="student"):
+    return [each["content"] for each in compare.columns_of(Chat(Settings(), turns=(turn,)), ["Next"])[name]["value"]]
 
 
 def test_a_model_that_writes_nothing_ended_at_once():
     silent = replace(side(1, 0.0), text="")
-    assert "Ended at once." in chat_cards.writing_card(silent, None, "")
-    assert "Ended at once." not in chat_cards.writing_card(replace(silent, text="and"), None, "")
-    assert "Ended at once." not in chat_cards.writing_card(None, None, "")
-    assert "Both ended at once." in chat_cards.comparison_note(Comparison("Hi", 2, silent, silent))
-    assert "All ended at once." in chat_cards.comparison_note(Comparison("Hi", 2, silent, silent, silent))
+    both, three = Comparison("Hi", 2, silent, silent), Comparison("Hi", 2, silent, silent, silent)
+    assert messages_of(both) == ["Hi", "(ended at once)", "Next"] and messages_of(both, "window") == ["Hi", "", "Next"]
+    assert "Both ended at once." in compare.turn_note(both) and "All ended at once." in compare.turn_note(three)
 
 
-def test_what_the_others_write_as_the_teacher_does_is_told_in_one_line_and_marked():
+def test_what_the_others_write_as_the_teacher_does_is_told_in_one_line():
     teacher, student, window = (replace(side(8, 50.0), text="a b c"), *[replace(side(8, 50.0), text="a <d>")] * 2)
     student = replace(student, difference=Difference(2, "a ", "b", "<d>"))
-    note = chat_cards.comparison_note(now := Comparison("Hi", 2, teacher, student, window))
-    assert "which is marked: the student 2 of 8 (25%), the window 8 of 8 (100%)." in note
-    assert "<mark>&lt;d&gt;</mark>" in chat_cards.column([now], "student")
-    assert "a <mark>b</mark> c" in chat_cards.column([now], "teacher")
-    assert "<mark>" not in chat_cards.column([now], "window")
+    now = Comparison("Hi", 2, teacher, student, window)
+    note = compare.turn_note(now)
+    assert "the student 2 of 8 (25%), the window 8 of 8 (100%). Then the student writes “‹d›” in place of “b”." in note
+    assert messages_of(now)[1] == "a <d>"  # as it was written, so that it is copied so
 
 
-def test_a_meter_says_what_each_model_holds_and_draws_it():
-    course = [StateSizes(tokens, 100, {"teacher": 10_000 * tokens, "student": 50_000}) for tokens in (50, 100)]
-    card = chat_cards.meter_card(course, Chat(Settings(), document=Document(100, False)))
-    assert "Read the document: 100 of 100 tokens" in card and "1 MB" in card and "50 kB" in card and "beginning" in card
-    rising, flat = ([float(y) for _, y in POINT.findall(path)] for path in re.findall(r' d="(M[^"H]+)"', card))
-    assert rising[0] > rising[1] > rising[2] and len({*flat}) == 1  # up is less
-    assert "Reading the prompt" in chat_cards.meter_card(course[:1], Chat(Settings()))
+def test_an_answer_is_right_or_wrong_and_says_nothing_where_the_teacher_is_wrong():
+    knows, guesses = (replace(side(8, 50.0), text=text) for text in (" blue, and", "red"))
+    note = compare.turn_note(Comparison("Hi", 2, knows, knows, guesses), "blue")
+    assert "the teacher right, the student right, the window wrong." in note and "nothing" not in note
+    assert "says nothing of the student" in compare.turn_note(Comparison("Hi", 2, guesses, knows, guesses), "blue")
 
 
-def test_a_meter_names_what_recurrent_layers_keep_and_does_not_let_it_grow():
-    sizes = [{"teacher": 10_000 * tokens + 500_000, "student": 550_000} for tokens in (50, 100)]
-    course = [StateSizes(50 * step, 200, each, recurrent_bytes=500_000) for step, each in enumerate(sizes, 1)]
-    card = chat_cards.meter_card(course, Chat(Settings()))
-    assert "500 kB of each are in recurrent layers, and do not grow" in card
-    assert "2.5 MB" in card  # the teacher's end at 200 tokens, on the axis
-    assert "recurrent" not in chat_cards.meter_card([replace(course[0], recurrent_bytes=0)], Chat(Settings()))
+def widths(heads):
+    return [float(re.search(r"width:([\d.]+)%", card)[1]) for card in heads.values()]
+
+
+def test_the_heads_say_what_each_model_holds_and_have_room_for_the_teachers_end():
+    half, whole = (StateSizes(n, 100, {"teacher": 10_000 * n, "student": 50_000}) for n in (50, 100))
+    assert widths(compare.heads_of_reading(half, 0)) == [50, 5] and widths(compare.heads_of_reading(whole, 0)) == [
+        100,
+        5,
+    ]
+    assert "500 kB" in compare.heads_of_reading(half, 0)["teacher_head"]
+    after = compare.heads_of_reading(replace(half, bytes={"teacher": 350 * 10_000, "student": 50_000}), 300)
+    assert widths(after)[0] == 87.5 and "memory at 350 tokens" in after["student_head"]
+    assert "Reading the text: 50 of 100" in compare.reading_note(half, "the text")
+    assert "Read the text: 100 of 100" in compare.reading_note(whole, "the text")
+
+
+def test_what_recurrent_layers_keep_is_named_and_does_not_grow():
+    now = StateSizes(50, 200, {"teacher": 1_000_000, "student": 550_000}, recurrent_bytes=500_000)
+    assert widths(compare.heads_of_reading(now, 0)) == [40, 22]  # of 2.5 MB at 200 tokens
+    assert "500 kB of each memory are in recurrent layers, and do not grow" in compare.reading_note(now, "it")
+    assert "recurrent" not in compare.reading_note(replace(now, recurrent_bytes=0), "it")
 
 
 def test_a_budget_is_stated_with_what_recurrent_layers_keep_beside_it():
@@ -104,16 +118,6 @@ def test_a_budget_is_stated_with_what_recurrent_layers_keep_beside_it():
     beside = "24 recurrent layers keep 150 MB beside it"
     assert f"whatever the length; {beside}" in plan_cards.budget_card(plan, layers, 4096, beside=beside)
     assert "recurrent" not in plan_cards.budget_card(plan, layers, 4096)
-
-
-def test_a_meter_of_a_prompt_begins_where_the_document_ended():
-    chat = Chat(Settings(), document=Document(300, True))
-    course = [StateSizes(tokens, 100, {"teacher": 10_000 * (300 + tokens), "student": 50_000}) for tokens in (50, 100)]
-    card = chat_cards.meter_card(course, chat, 300)
-    assert "Read the prompt: 100 of 100 tokens" in card
-    (start, *_, end), _ = ([float(y) for _, y in POINT.findall(path)] for path in re.findall(r' d="(M[^"H]+)"', card))
-    ground = line_chart.HEIGHT - line_chart.BOTTOM
-    assert (ground - start) / (ground - end) == pytest.approx(300 / 400, abs=0.01)
 
 
 def side(tokens, rate):
@@ -130,3 +134,10 @@ def test_a_training_that_was_ended_early_says_so_wherever_its_student_is_shown(t
     assert run_list.run_facts(run)["trained"] == words
     run.log(EventName.DISTILLED, phase=0, steps=200, asked=200)  # resumed, and ended
     assert words not in plan_cards.plan_card(run.plan, read_training(run))
+
+
+def test_the_lines_under_use_it_load_the_student_and_write(quick_run, capsys):
+    ways = cards.write_causal_ways(Run(quick_run))
+    exec(ways["Load it"], {})
+    assert capsys.readouterr().out.startswith("Once")
+    assert ("Serve it with vLLM" in ways) == (find_spec("vllm") is not None)

@@ -1,19 +1,20 @@
 """A chat with three models goes on from what they remember, and is its visitor's alone."""
 
-import re
 import shutil
 import threading
 from collections import OrderedDict
-from types import SimpleNamespace
 
 import pytest
 
 from linearizer.errors import RequestError
-from linearizer.page import chat, chats, handlers, limits
+from linearizer.evaluate import side_by_side
+from linearizer.page import chat, chats, compare, limits
+from linearizer.page.calls import Browser
 from linearizer.page.chats import Settings
 from linearizer.page.visitors import find_visitor
 from linearizer.run.results import Comparison, StateSizes
 
+MEMORY = {"run": "run"}  # of a browser
 ANN, BOB = "a" * 16, "b" * 16
 TEXT = "The sea was calm, and the ship lay still. " * 12
 RAW, WITHOUT = Settings(as_chat=False), Settings(window=False)
@@ -85,20 +86,77 @@ def test_a_chat_goes_on_from_what_is_remembered_and_reads_again_where_that_is_go
 def test_without_a_template_every_prompt_follows_the_document_alone(visitor, models):
     list(chat.read_document(visitor, "run", TEXT, RAW, "talk"))
     first, second = (said(visitor, "The ship", RAW) for _ in range(2))
-    assert texts(first) == texts(second) and len(second[-1][0].turns) == 1
+    assert texts(first) == texts(second) and len(second[-1][0].turns) == 2  # which are shown
     assert not any(isinstance(now, StateSizes) and now.again for _, now in second)
     alone = said(visitor, "The ship", RAW, name="")
     assert alone[-1][1].teacher.tokens_read < first[-1][1].teacher.tokens_read
 
 
-def test_the_meter_shows_one_reading_at_a_time(visitor, models):
-    list(chat.read_document(visitor, "run", TEXT, RAW, "talk"))
-    chats.forget_states(chats.key_of(visitor, visitor.find_run("run"), "talk"))
-    shown = handlers.compare_models({"run": "run"}, None, None, "talk", TEXT, 4, 0, False, False, "", True)
-    *_, card = [parts[handlers.COMPARED.index("meter")] for parts in shown if "lz-meter" in str(parts)]
-    assert "Read the prompt" in card
-    lines = [[float(x) for x in re.findall(r"([\d.]+) [\d.]+", path)] for path in re.findall(r' d="(M[^"H]+)"', card)]
-    assert len(lines) == 3 and all(line == sorted({*line}) for line in lines)
+def shown(updates):
+    """Name the parts of an update of the page."""
+    return dict(zip(compare.OUTPUTS, updates, strict=True))
+
+
+def column(updates, name="student"):
+    return [message["content"] for message in shown(updates)[name]["value"]]
+
+
+def ask_page(prompt, answer=""):
+    """Send a message as the page does; what answers it goes on when it is iterated."""
+    sent = compare.send(MEMORY, None, None, prompt, answer, 4, 0, False)
+    return sent, compare.answer(MEMORY, None, None, 4, 0, False, True, "", True)
+
+
+def test_messages_wait_in_view_and_all_turns_stay_also_on_a_page_that_is_opened_later(visitor, models):
+    sent, answering = ask_page("Where?")
+    assert column(sent) == ["Where?"] and shown(sent)["prompt"] == ""
+    next(answering)
+    later, answering_later = ask_page("When?")
+    assert column(later)[-1] == "When?" and "waits for its turn" in shown(later)["chat_note"]
+    *_, end = answering
+    assert len(column(end)) == 3 and column(end)[::2] == ["Where?", "When?"]
+    *_, end = answering_later
+    kept = compare.show_kept(Browser(MEMORY))
+    assert kept["student"] == shown(end)["student"] and column(end)[::2] == ["Where?", "When?"]
+    assert all(column(end)[1::2]) and "memory at" in kept["student_head"]
+    assert list(compare.answer(MEMORY, None, None, 4, 0, False, True, "", True)) == [compare.update()]
+
+
+def test_a_message_that_cannot_be_answered_is_refused_before_any_model_is_loaded(visitor, monkeypatch):
+    monkeypatch.setattr(chats, "lent_models", None)
+    for prompt in ("", " \n", None):
+        refused = shown(compare.send(MEMORY, None, None, prompt, "", 4, 0, False))
+        assert "the prompt is empty" in refused["chat_note"] and "Loading" not in str(refused)
+    for number in range(chats.MAX_WAITING + 1):
+        last = shown(compare.send(MEMORY, None, None, f"{number}", "", 4, 0, False))
+    assert "8 messages wait for an answer" in last["chat_note"]
+    stopped = shown(compare.stop(MEMORY, None, None, "typed"))
+    assert stopped["prompt"] == "\n".join(["typed", *map(str, range(chats.MAX_WAITING))])
+
+
+def test_a_retry_takes_the_last_turn_back_and_draws_another(visitor, models):
+    for prompt in ("Where?", "When?"):
+        *_, end = ask_page(prompt)[1]
+    key = compare.key_of(Browser(MEMORY))
+    before = chats.look_up(key)
+    assert column(compare.retry(MEMORY, None, None)) == [*column(end)[:2], "When?"]
+    *_, again = compare.answer(MEMORY, None, None, 4, 0, False, True, "", True)
+    after = chats.look_up(key)
+    assert column(again)[::2] == ["Where?", "When?"] and after.turns[0] == before.turns[0]
+    assert after.message.tries == 1 and after.before == before.before
+    assert after.turns[1].teacher.tokens_read == before.turns[1].teacher.tokens_read
+
+
+def test_a_stop_ends_what_is_written_and_keeps_it(visitor, models, monkeypatch):
+    monkeypatch.setattr(side_by_side, "UPDATE_SECONDS", 0.0)
+    compare.send(MEMORY, None, None, "Where?", "", 200, 0, False)
+    answering = compare.answer(MEMORY, None, None, 200, 0, False, True, "", True)
+    while len(shown(next(answering))["student"].get("value", [])) < 2:
+        pass
+    compare.stop(MEMORY, None, None, "")
+    *_, end = answering
+    assert len(column(end)) == 2 and chats.look_up(compare.key_of(Browser(MEMORY))).turns[0].teacher.tokens < 9
+    assert not chats.is_answering(compare.key_of(Browser(MEMORY)))
 
 
 def test_a_stop_leaves_what_was_read_by_then(visitor, models):
@@ -135,9 +193,7 @@ def test_a_chat_has_as_many_tokens_as_the_model_reads_and_one_manner(visitor, mo
         said(visitor, "Where?", Settings(system="Be brief."))
 
 
-def test_on_a_space_a_chat_is_its_visitors_alone_and_is_forgotten_when_the_page_is_left(
-    visitor, models, tmp_path, monkeypatch
-):
+def test_on_a_space_a_chat_is_its_visitors_alone_and_is_forgotten_after_an_hour(visitor, models, tmp_path, monkeypatch):
     monkeypatch.setenv("SPACE_ID", "owner/linearizer")
     two = [find_visitor(secret=secret) for secret in (ANN, BOB)]
     for each in two:
@@ -150,8 +206,9 @@ def test_on_a_space_a_chat_is_its_visitors_alone_and_is_forgotten_when_the_page_
     with pytest.raises(RequestError, match=f"more than this Space reads .{limits.MAX_DOCUMENT_CHARACTERS:,}."):
         next(chat.read_document(two[0], "run", "x" * (limits.MAX_DOCUMENT_CHARACTERS + 1), Settings(), "same"))
     assert own.kept and len(chats.CHATS) == 2
-    chats.end_chats_named("same")
-    assert not own.kept and not chats.CHATS
+    monkeypatch.setattr(limits, "CHAT_SECONDS", 0.0)
+    said(two[1], "Where?", name="new", tokens=2)
+    assert [key[-1] for key in chats.CHATS] == ["new"] == [key[-1] for key in own.kept]
 
 
 def test_only_the_newest_chats_and_states_are_kept(visitor, models, monkeypatch):
@@ -174,7 +231,7 @@ def test_only_the_newest_chats_and_states_are_kept(visitor, models, monkeypatch)
 def test_a_chat_that_is_ended_while_the_models_read_ends_their_work(visitor, models):
     reading = chat.read_document(visitor, "run", TEXT, Settings(), "talk")
     next(reading)
-    chats.end_chats_named("talk")
+    chats.end_chat(chats.key_of(visitor, visitor.find_run("run"), "talk"))
     assert not list(reading) and not models.kept and not chats.CHATS
 
 
@@ -185,8 +242,8 @@ def test_no_thread_goes_through_all_chats_while_another_may_begin_one(visitor, m
             return super().__iter__()
 
     monkeypatch.setattr(chats, "CHATS", Chats())
-    chats.keep_chat(chats.key_of(visitor, visitor.find_run("run"), "talk"), chats.Chat(RAW))
-    chats.end_chats_named("talk")
+    chats.keep_chat(key := chats.key_of(visitor, visitor.find_run("run"), "talk"), chats.Chat(RAW))
+    chats.end_chat(key)
     assert not chats.CHATS
 
 
@@ -212,17 +269,11 @@ def test_states_make_room_also_where_their_chats_are_ended_meanwhile(visitor, mo
     assert not models.kept
 
 
-def test_a_page_that_is_left_ends_its_own_chats_alone_whatever_its_session_is_called(visitor, models):
-    left = SimpleNamespace(session_hash="talk")  # which the browser chooses
-    for name in ("talk", handlers.name_chat(left)):
-        said(visitor, "Where?", name=name, tokens=2)
-    handlers.leave_page(left)
-    assert [key[-1] for key in chats.CHATS] == ["talk"]
-
-
-def test_a_prompt_that_needs_memory_begins_a_chat_of_its_own_also_after_a_document(visitor, models):
-    list(chat.read_document(visitor, "run", TEXT, Settings(), "talk"))
-    as_chat, prompt, note, *_ = handlers.take_prompt(chat.WORD)({"run": "run"}, None, None, "talk", 6)
-    assert not as_chat and "tokens back" in note
-    talk, now = said(visitor, prompt, RAW)[-1]
-    assert talk.document is None and now.student.tokens == 6
+def test_a_prompt_that_needs_memory_begins_a_chat_of_its_own_and_its_answer_is_judged(visitor, models):
+    list(chat.read_document(visitor, "run", TEXT, Settings(), compare.NAME))
+    taken = shown(compare.take_prompt(chat.WORD)(MEMORY, None, None, 6))
+    assert not taken["as_chat"] and "tokens back" in taken["chat_note"]
+    compare.send(MEMORY, None, None, taken["prompt"], taken["answer"], 6, 0, False)
+    *_, end = compare.answer(MEMORY, None, None, 6, 0, False, False, "", True)
+    assert "the teacher wrong" in shown(end)["chat_note"] and f"“{taken['answer']}”" in shown(end)["chat_note"]
+    assert chats.look_up(compare.key_of(Browser(MEMORY))).document is None

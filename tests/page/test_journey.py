@@ -27,19 +27,30 @@ def test_the_whole_journey_with_a_reload_in_the_middle_ends_in_a_published_model
         page.get_by_role("button", name="All measurements").click()
         page.wait_for_selector("#part-language table", state="attached")  # folded
         assert [table.locator("tbody tr").count() for table in page.locator("#part-language table").all()].count(3)
-        page.click("#step-6-button")
-        page.get_by_label("Prompt").fill("Once upon a time")
-        page.get_by_role("button", name="Write", exact=True).click()
-        shown(page, "#student-card", "kB", LONG)  # of a text that is read exactly
-        wait_until_true(page, "document.querySelector('#student').innerText.length > 20")
+        page.click("#to-chat")
+        message = page.locator("#prompt textarea")
+        message.press("Enter")
+        shown(page, "#chat-note", "the prompt is empty")
+        message.fill("Once upon")
+        message.press("Shift+Enter")
+        message.press_sequentially("a time")
+        message.press("Enter")
+        message.fill("The old man")  # it waits for its turn, and both stay
+        message.press("Enter")
         run = Run(runs / name)
-        read, bytes = re.search(r"remembers after (\d+) tokens\s+(\S+ .?B)", page.inner_text("#teacher-card")).groups()
+        wait_until_true(page, "document.querySelectorAll('#student .bot.message').length == 2", timeout=LONG)
+        shown(page, "#chat-note", "write the same", LONG)  # within the budget a student is its teacher
+        read, bytes = re.search(r"memory at (\d+) tokens\s+(\S+ .?B)", page.inner_text("#teacher-head")).groups()
         assert bytes == size(int(read) * run.inspection.cache_bytes_per_token)  # in the units of every other card
-        shown(page, "#compare-note", "write the same", LONG)  # within the budget a student is its teacher
-        assert float(number_at(page, "#teacher-card", "tokens/s")) > 0  # that of a few tokens would not be told
+        assert float(number_at(page, "#teacher-head", "tokens/s")) > 0  # that of a few tokens would not be told
+        assert len(page.inner_text("#student .bot.message >> nth=1")) > 20
         assert page.inner_text("#student") == page.inner_text("#teacher")
+        page.reload()
+        page.click("#step-6-button")
+        wait_until_true(page, "document.querySelectorAll('#student .bot.message').length == 2")
+        assert "Once upon\na time" in page.inner_text("#student")
         page.get_by_role("button", name="A word hidden").click()
-        shown(page, "#prompt-note", "tokens back")
+        shown(page, "#chat-note", "tokens back")
         assert page.locator("#prompt textarea").input_value().endswith(" is")
         assert page.evaluate(FITS)
         page.click("#step-5-button")
@@ -123,6 +134,11 @@ def test_every_step_of_a_run_opens_in_any_order_and_another_run_begins_with_its_
         for step in (1, 5, 2, 4, 6, 3, 1):
             page.click(f"#step-{step}-button")
             page.wait_for_selector(f"#step-{step} h2", state="visible")
+        page.go_back()  # a step, and to go on is no visit of another page
+        page.wait_for_selector("#step-3 h2", state="visible")
+        wait_until_true(page, f"document.title == 'Measure · {done} · Linearizer'")
+        page.goto(f"{page.url.partition('&')[0]}&tab=model")  # a link that was sent
+        page.wait_for_selector("#step-1 h2", state="visible")
         shown(page, "#run-model", "demo")
         assert page.locator("#model").count() == 0  # nothing to choose beside what was chosen
         page.click("#step-2-button")

@@ -18,7 +18,8 @@ def test_what_is_shown_is_what_the_results_say():
     asked, shown = json.loads(QUESTIONS.read_text())["asked"], landing.read_model().asked
     assert shown.count == len(asked)
     assert shown.right == {side: sum(is_right(each, side) for each in asked) for side, _ in landing.SIDES}
-    html = landing.real_model_html()
+    assert [shown.answers[side] == shown.fact for side, _ in landing.SIDES] == [True, True, False]
+    html = landing.hero_html() + landing.real_model_html()
     assert len(html.encode()) < MAX_OWN_BYTES
     for budget in landing.read_model().budgets:
         for row in budget.rows:
@@ -29,8 +30,10 @@ def test_what_is_shown_is_what_the_results_say():
 def test_a_budget_is_chosen_among_recorded_ones_and_the_field_is_on_the_first_screen(local, browser, width, height):
     with looking(browser, local.url, viewport={"width": width, "height": height}) as page:
         page.wait_for_selector("#gain svg:visible >> nth=0")
-        field = page.locator("#model").bounding_box()
-        assert field["y"] + field["height"] < height
+        for part in ("#model", "#to-budget", ".lz-replay"):
+            box = page.locator(part).bounding_box()
+            assert box["y"] + box["height"] < height, part
+        assert page.locator(".lz-replay button").inner_text() == "Play again"  # motion is not welcome here
         for place, budget in enumerate(landing.read_model().budgets):
             page.locator("#real-budget").fill(str(place))
             shown = page.locator("[data-budget]:visible")
@@ -38,6 +41,26 @@ def test_a_budget_is_chosen_among_recorded_ones_and_the_field_is_on_the_first_sc
             assert shown.count() == 1 and shown.locator("svg").count() == 3
             assert shown.get_by_text(f"{budget.rows[0].agreement[-1]:.1%}").is_visible()
         assert page.evaluate(FITS) and wrong_in_both_schemes(page) == []
+
+
+def test_the_recording_is_played_paused_and_ends_as_it_is_written(local, browser):
+    asked, title = landing.read_model().asked, "document.querySelector('.lz-replay button').textContent"
+    with looking(browser, local.url) as page:
+        page.wait_for_selector(".lz-replay [data-held]")
+        read = page.locator("[data-read]")
+        end = page.inner_text(".lz-replay")
+        assert asked.fact in end and asked.question in end and asked.answers["window"] in end
+        page.click(".lz-replay button")
+        wait_until_true(page, f"{title} == 'Pause'")
+        wait_until_true(page, "document.querySelector('.lz-replay').dataset.stage == 'reads'")
+        assert not page.locator(".lz-side .lz-later >> nth=0").is_visible()
+        page.click(".lz-replay button")
+        paused = read.inner_text()
+        page.wait_for_timeout(600)
+        assert read.inner_text() == paused and int(paused.replace(",", "")) in dict(r[:2] for r in asked.readings)
+        page.click(".lz-replay button")
+        wait_until_true(page, f"{title} == 'Play again'")
+        assert page.inner_text(".lz-replay") == end
 
 
 LOADED = """() => performance.getEntriesByType('resource').concat(performance.getEntriesByType('navigation'))

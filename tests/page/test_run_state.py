@@ -1,9 +1,13 @@
-"""The curves of a training go on over all its losses, also where it was stopped in one of them."""
+"""The curves of a training go on over all its losses, also where it was stopped in one of them; its time is told."""
 
+from dataclasses import replace
+
+from linearizer.page import cards
 from linearizer.page.run_state import RunState
 from linearizer.plan.plan import Plan
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
+from linearizer.workers import control
 
 PLAN = Plan("demo", recipe="features", strategy="common-lambda", budget=64, steps=3)
 
@@ -28,3 +32,14 @@ def test_a_second_loss_goes_on_where_the_first_ended(tmp_path):
     watched.read()
     assert [event["done"] for event in watched.training] == [1, 2, 3, 4, 5, 6]
     assert watched.training[-1]["total"] == 6
+
+
+def test_the_time_that_a_run_took_is_without_that_in_which_it_waited_or_was_stopped(tmp_path):
+    watched = RunState(run := Run.create(tmp_path / "run", PLAN))
+    for time, name in ((0, "queued"), (50, "started"), (60, "stopped"), (300, "started"), (303, "done")):
+        watched.count_seconds({"event": name, "time": float(time)})
+    watched.count_seconds({"event": "started", "time": 400.0, "job": "evaluate"})  # of another task
+    assert watched.worked == 13.0
+    status = replace(control.status(run), state="done")
+    assert "took 13 s" in cards.run_card(status, "run", 999.0, watched.worked)
+    assert "took" not in cards.run_card(replace(status, state="running"), "run", 999.0, watched.worked)

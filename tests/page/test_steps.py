@@ -12,7 +12,7 @@ from linearizer.page.plan_form import WAYS
 from linearizer.plan.plan import Plan
 from linearizer.report.verdict import judge_run
 from linearizer.run.folder import Run
-from tests.support.page_server import FITS, LONG, looking, shown, wait_until_true
+from tests.support.page_server import FITS, LONG, looking, shown, wait_until_true, wrong_in_both_schemes
 from tests.support.page_steps import choose_demo, choose_way, field, number_at, unfold, upload
 
 
@@ -27,6 +27,8 @@ def test_the_slider_says_at_once_what_a_budget_means(local, browser):
             shown(page, "#budget-card", f"from {taken} tokens on")
             typed.blur()
             assert typed.input_value() == taken
+            told = f"budget {text} is not allowed here: it should be a whole number from 32 to 512. {taken} is taken."
+            assert page.locator(".lz-taken").inner_text() == (told if text not in ("", taken) else "")
             if text == "9000":
                 shown(page, "#budget-card", "more buys nothing: every head has all it can use")
         assert number_at(page, "#budget-card", "state").startswith("at most 262 kB")
@@ -176,6 +178,8 @@ def test_the_result_begins_with_its_verdict_and_its_tables_are_below_its_charts(
         page.wait_for_selector("#awaited", state="hidden")
         assert page.locator(f"#verdict .lz-{verdict.kind}").count() == 1
         assert page.locator("#verdict dt").count() == 4
+        page.click("#to-publish")
+        page.wait_for_selector("#preview", state="visible")
         shown(page, "#use-card", f"linearizer serve {run.folder}")
         wait_until_true(page, "document.querySelectorAll('#verdict .lz-save').length == 2")
         page.wait_for_selector("#step-5 .js-plotly-plot")
@@ -205,25 +209,25 @@ def test_a_visitor_lets_all_three_models_of_the_example_read_a_file_and_asks_abo
             """() => {
                 window.sizes = [];
                 new MutationObserver(() => {
-                    const now = [...document.querySelectorAll('#meter dd')].map((each) => each.innerText);
-                    if (now.length) window.sizes.push(now.join());
+                    const now = [...document.querySelectorAll('[id$=-head] dl > :first-child dd')];
+                    window.sizes.push(now.map((each) => each.innerText).join());
                 }).observe(document.querySelector('#step-6'), {childList: true, subtree: true, characterData: true});
             }"""
         )
         upload(page, "#file", text, "sea.md", "text/markdown")
-        shown(page, "#meter", "Read the document: 384 of 384 tokens", LONG)  # what the model reads before a question
-        shown(page, "#meter", "It is longer than the model reads here")
+        shown(page, "#chat-note", "Now ask about the document.", LONG)
+        shown(page, "#student", "The beginning of a document, 384 tokens")  # which leaves room for a question
         teacher, student, window = (list(dict.fromkeys(sizes)) for sizes in zip(*split(page), strict=True))
-        assert len(teacher) >= 4 and teacher[-1] == "1.57 MB" and student == ["131 kB", "262 kB"]
-        assert window == ["131 kB", "262 kB", "261 kB"]
-        assert page.locator("#meter svg[role=img] .lz-line").count() == 3
-        page.get_by_label("Prompt").fill("The ship")
+        assert len(teacher) >= 5 and teacher[-1] == "1.57 MB" and student == ["–", "131 kB", "262 kB"]
+        assert window == ["–", "131 kB", "262 kB", "261 kB"]
+        page.locator("#prompt textarea").fill("The ship")
         page.click("#compare:enabled")
-        shown(page, "#compare-note", "of 64 (", LONG)  # the share of each
+        shown(page, "#chat-note", "of 64 (", LONG)  # the share of each
         for side in ("teacher", "student", "window"):
-            assert page.locator(f"#{side} p").count() == 2  # what was asked, and the answer
-            read = re.search(r"remembers after (\d+) tokens", page.inner_text(f"#{side}-card"))[1]
-            assert int(read) > 384
+            page.wait_for_selector(f"#{side} .bot.message")
+            assert "The ship" in page.inner_text(f"#{side} .user.message")
+            assert int(re.search(r"memory at (\d+) tokens", page.inner_text(f"#{side}-head"))[1]) > 384
+        assert wrong_in_both_schemes(page) == []
         for width in (390, 1280):
             page.set_viewport_size({"width": width, "height": 844})
             wait_until_true(page, FITS)
@@ -233,7 +237,7 @@ def test_a_visitor_lets_all_three_models_of_the_example_read_a_file_and_asks_abo
         page.get_by_label("A plain window, too").uncheck()
         page.wait_for_selector("#window", state="hidden")
         page.get_by_role("button", name="New chat").click()
-        wait_until_true(page, "!document.querySelector('#meter svg, #student p')")
+        wait_until_true(page, "!document.querySelector('#student .bot.message')")
 
 
 def split(page):
