@@ -128,7 +128,9 @@ def test_losses_share_all_steps():
         [4, 3],
     ]
     for loss in ("direct+logits", "softmax+logits"):
-        with pytest.raises(RequestError, match=f"loss '{loss[:6]}.* is not allowed: it should be 'softmax', 'output'"):
+        with pytest.raises(
+            RequestError, match=f"loss '{loss[:6]}.* is not allowed: it should be 'softmax', 'l2', 'output'"
+        ):
             replace(plan, loss=loss)
 
 

@@ -229,7 +229,7 @@ def write_causal_ways(run: Run) -> dict[str, str]:
     if find_spec("vllm") is not None:
         ways["Serve it with vLLM"] = f"vllm serve {place} --enable-prefix-caching --block-size 256"
     asked = f"curl http://{HOST}:{PORT}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
-    return {**ways, "Ask Linearizer’s server, once it is there": asked}
+    return {**ways, "Ask the server": asked}
 
 
 def copy_button(title: str, text: str) -> str:

@@ -244,7 +244,7 @@ class Bench:
 
 def speed_of(subject, texts):
     """Time the writing of some tokens after a text."""
-    prompt = texts[:1, :-WRITTEN]
+    prompt = texts[:1, : max(1, texts.shape[1] - WRITTEN)]
     write(subject, prompt, 2, None)
     begun_at = time.perf_counter()
     write(subject, prompt, WRITTEN, None)

@@ -284,7 +284,8 @@ def foreseeing(student: LinearizedForCausalLM, rivals: Sequence[Rival]) -> Itera
     def foresee(_: nn.Module, args: tuple, given: dict) -> None:
         cache = given.get(CACHE)
         if cache is None or not cache.get_seq_length():
-            for rival, most in zip(rivals, attention_when_repeated(student, args[0]), strict=True):
+            ids = args[0] if args else given["input_ids"]
+            for rival, most in zip(rivals, attention_when_repeated(student, ids), strict=True):
                 rival.foreseen = most
 
     hook = student.register_forward_pre_hook(foresee, with_kwargs=True)

@@ -64,7 +64,7 @@ def test_the_whole_journey_with_a_reload_in_the_middle_ends_in_a_published_model
         page.locator("#files summary").click()
         shown(page, "#files", "config.json")
         assert ("models", "ann/from-the-page") not in hub.repos
-        page.get_by_role("button", name="Publish", exact=True).click()
+        page.click("#publish")
         shown(page, "#sent", "Published as ann/from-the-page", LONG)
         shown(page, "#snippet", "from_pretrained")
     assert hub.repos["models", "ann/from-the-page"].private

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from linearizer.plan.head_bytes import Head
+from linearizer.serve.saved_state import begin_turn, read_state, take_back_turn, write_state
 from linearizer.student.cache import CACHE
 from linearizer.teacher.logits import bytes_held
 from tests.support.models import tokens
@@ -80,11 +81,11 @@ def test_a_state_is_kept_forked_and_taken_back_with_its_picture(family, tmp_path
     student = pictured_student(family, HEADS)
     cache = student.empty_cache()
     student(**inputs_of(family), use_cache=True, **{CACHE: cache})
-    cache.save(tmp_path / "state")
-    fork, kept, turned, twice = cache.fork(), student.load_cache(tmp_path / "state"), cache.fork(), cache.fork(2)
-    turned.begin_turn()
+    write_state(student, cache, tmp_path / "state")
+    fork, kept, turned, twice = cache.fork(), read_state(student, tmp_path / "state"), cache.fork(), cache.fork(2)
+    begin_turn(turned)
     student(**inputs_of(family, seed=1), use_cache=True, **{CACHE: turned})
-    turned.take_back_turn()
+    take_back_turn(turned)
     expected = go_on(student, cache, AFTER, 5)
     for state in (fork, kept, turned):
         assert torch.equal(go_on(student, state, AFTER, 5), expected)
