@@ -35,6 +35,7 @@ OUTPUTS = ("as_chat", "prompt", "answer", "chat_note", *HEADS.values(), *COLUMNS
 Choices = tuple[str, int, int, bool, Settings]  # of an answer: its prompt, tokens, seed, whether it is drawn, manner
 NAME = "page"  # of the chat that all pages of a visitor show of a run
 LOADING = "Loading the models."
+TAKE = "text => [text, '']"  # the field is empty at once, for the next message
 MIN_TIMED_TOKENS = 16  # written: with fewer, the pace is chance and is not shown
 SHOWN_BEGIN, SHOWN_END = 80, 160  # characters of a long prompt
 
@@ -53,6 +54,7 @@ def place(ui: SimpleNamespace) -> None:
     ui.prompt = gr.Textbox(
         label="Message", placeholder="Enter sends it, Shift+Enter breaks the line", max_lines=8, elem_id="prompt"
     )
+    ui.message = gr.Textbox(visible="hidden", label="what is sent")
     with gr.Row(elem_id="prompts", elem_classes="lz-chips"):
         titles = (*chat.SAMPLE_PROMPTS, *chat.MEMORY_PROMPTS)
         ui.prompts = {title: gr.Button(title, size="sm", min_width=90) for title in titles}
@@ -91,7 +93,9 @@ def wire(ui: SimpleNamespace) -> None:
     manner = [ui.as_chat, ui.system, ui.with_window]
     many: dict[str, Any] = {**QUICK, "trigger_mode": "multiple"}
     turn: dict[str, Any] = {**many, "queue": True, "concurrency_limit": 1, "concurrency_id": "chat"}
-    sent = gr.on([ui.compare.click, ui.prompt.submit], send, [ui.memory, ui.prompt, ui.answer, *how], outputs, **many)
+    triggers = [ui.compare.click, ui.prompt.submit]
+    taken = gr.on(triggers, None, ui.prompt, [ui.message, ui.prompt], js=TAKE, **many)
+    sent = taken.then(send, [ui.memory, ui.message, ui.answer, *how], outputs, **many)
     retried = gr.on([getattr(ui, name).retry for name in COLUMNS], retry, ui.memory, outputs, **many)
     for event in (sent, retried):
         event.then(answer, [ui.memory, *how, *manner], outputs, **turn)
@@ -237,9 +241,9 @@ def send(browser: Browser, prompt: str, answer: str, tokens: float, seed: float,
         chat.check_prompt(prompt or "", *read_how(tokens, seed, sample)[:2])
         chats.ask(key := key_of(browser), Message(prompt, answer))
     except LinearizerError as error:
-        return update(chat_note=message_box(str(error), "bad"))
+        return update(prompt=prompt or "", chat_note=message_box(str(error), "bad"))
     note = "It waits for its turn." if chats.is_answering(key) else LOADING
-    return update(**show(key), prompt="", answer="", chat_note=message_box(note))
+    return update(**show(key), answer="", chat_note=message_box(note))
 
 
 @handler

@@ -129,9 +129,13 @@ def real_model_html() -> str:
     """Show the measurements of the budget that a slider chooses."""
     model = read_model()
     dial = (
-        '<label class="lz-dial">Budget, in tokens of the cache'
-        f'<input type="range" id="real-budget" min="0" max="{len(model.budgets) - 1}" value="{model.first}" '
-        f'aria-valuetext="{model.budgets[model.first].tokens} tokens"></label>'
+        ""
+        if len(model.budgets) == 1
+        else (
+            '<label class="lz-dial">Budget, in tokens of the cache'
+            f'<input type="range" id="real-budget" min="0" max="{len(model.budgets) - 1}" value="{model.first}" '
+            f'aria-valuetext="{model.budgets[model.first].tokens} tokens"></label>'
+        )
     )
     budgets = "".join(
         f'<div data-budget="{place}" data-tokens="{budget.tokens} tokens"{"" if place == model.first else " hidden"}>'
@@ -139,8 +143,9 @@ def real_model_html() -> str:
         for place, budget in enumerate(model.budgets)
     )
     about = (
-        f"{escape(model.model)}, without training, judged on {model.documents} documents of code and prose that were "
-        "not used to price its heads. KL is in nats per token, lower is better."
+        f"{escape(model.model)}, without training, judged on {model.documents} documents of others (novels, "
+        "speeches, news, specifications, code, documentation), none of which its heads were priced on. KL is in nats "
+        "per token, lower is better."
     )
     asked = model.asked
     rights = ", ".join(f"{title.lower()} {asked.right[side]}" for side, title in SIDES)

@@ -29,7 +29,7 @@ from tests.benchmarks.real_table import TEACHER, RealTable
 from tests.benchmarks.real_texts import NAME, documents_to_judge
 
 TABLE, QUESTIONS = RESULTS / "real-smollm2-135m", RESULTS / "questions-smollm2-135m.json"
-BUDGETS, LENGTHS = (128, 256, 512, 1024), (1024, 2048, 4096, 8192)
+LENGTHS = (1024, 2048, 4096, 8192)
 SHOWN = {  # rows -> their names on the page
     "best": STUDENT,
     "swa, 8 bits": WINDOW,
@@ -114,13 +114,20 @@ def shown_model():
     """Choose what the page shows of the results."""
     table = RealTable(TABLE)
     budgets = []
-    for tokens in BUDGETS:
+    for tokens in sorted({record["budget"] for record in table.records if record["budget"]}):
         found = [(name, table.find(row, tokens)) for row, name in SHOWN.items()]
-        rows = [Row(name, *measured(record)) for name, record in found if record["texts"]]
+        rows = [Row(name, *measured(record)) for name, record in found if reaches(record)]
+        if [row.name for row in rows[:2]] != [STUDENT, WINDOW]:
+            continue
         budgets.append(Budget(tokens, table.find("best", tokens)["state"][str(LENGTHS[-1])], tuple(rows)))
     teacher = table.find(TEACHER, 0)
     cache = tuple(teacher["state"][str(length)] for length in LENGTHS)
     return RealModel(NAME, len(teacher["texts"]), LENGTHS, cache, tuple(budgets), shown_questions())
+
+
+def reaches(record):
+    """Return whether a record was judged at all lengths."""
+    return bool(record["texts"]) and {*map(str, LENGTHS)} <= {*record["summary"]}
 
 
 def measured(record):

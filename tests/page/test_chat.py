@@ -109,7 +109,7 @@ def ask_page(prompt, answer=""):
 
 def test_messages_wait_in_view_and_all_turns_stay_also_on_a_page_that_is_opened_later(visitor, models):
     sent, answering = ask_page("Where?")
-    assert column(sent) == ["Where?"] and shown(sent)["prompt"] == ""
+    assert column(sent) == ["Where?"] and "value" not in shown(sent)["prompt"], "another message is typed there by now"
     next(answering)
     later, answering_later = ask_page("When?")
     assert column(later)[-1] == "When?" and "waits for its turn" in shown(later)["chat_note"]

@@ -1,11 +1,13 @@
 """The first page shows what was measured, is light, and leads to a run on every screen."""
 
 import json
+import shutil
 
 import pytest
 
 from linearizer.page import landing
 from linearizer.page.visitors import EXAMPLE_NAME
+from linearizer.run.files import find_carried
 from tests.benchmarks.landing import QUESTIONS, is_right, shown_model
 from tests.support.page_server import FITS, looking, wait_until_true, wrong_in_both_schemes
 
@@ -35,7 +37,8 @@ def test_a_budget_is_chosen_among_recorded_ones_and_the_field_is_on_the_first_sc
             assert box["y"] + box["height"] < height, part
         assert page.locator(".lz-replay button").inner_text() == "Play again"  # motion is not welcome here
         for place, budget in enumerate(landing.read_model().budgets):
-            page.locator("#real-budget").fill(str(place))
+            if len(landing.read_model().budgets) > 1:
+                page.locator("#real-budget").fill(str(place))
             shown = page.locator("[data-budget]:visible")
             shown.get_by_text(f"{budget.tokens} tokens", exact=True).wait_for()
             assert shown.count() == 1 and shown.locator("svg").count() == 3
@@ -82,7 +85,10 @@ def test_the_first_page_is_light_and_loads_no_plotly(local, browser):
 
 
 def test_a_finished_run_draws_two_charts_and_loads_plotly_when_it_is_needed(local, browser):
-    with looking(browser, f"{local.url}?run={EXAMPLE_NAME}", anew=True) as page:
+    shutil.copytree(
+        find_carried(f"assets/{EXAMPLE_NAME}"), local.runs / "unasked"
+    )  # without a chat, whose parts would be loaded, too
+    with looking(browser, f"{local.url}?run=unasked", anew=True) as page:
         wait_until_true(page, "document.querySelectorAll('#verdict .lz-save').length == 2")
         check_weight(page)
         page.get_by_role("button", name="All measurements").click()
