@@ -31,7 +31,22 @@ Change = Callable[[Tensor], Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # (q, k, v, which columns a row sees) -> outputs
 
 
-class LinearizedLayer(CacheLayerMixin):
+class TextsOfCache:
+    """The changes of texts that transformers asks for, of a cache and of its layers alike."""
+
+    change: Callable[[Change], None]
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.change(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.change(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.change(lambda x: x[indices])
+
+
+class LinearizedLayer(TextsOfCache, CacheLayerMixin):
     """The states of one layer's head groups. `update` stores nothing: attention itself writes the states."""
 
     is_sliding = False
@@ -97,15 +112,6 @@ class LinearizedLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.tokens_read, self.memory, self.kept = 0, [], []
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self.change(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.change(lambda tensor: tensor.repeat_interleave(repeats, 0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.change(lambda tensor: tensor[indices])
-
     def offload(self) -> None:
         self.change(lambda tensor: tensor.to("cpu", non_blocking=True))
 
@@ -136,7 +142,7 @@ class LinearizedAndRecurrentLayer(LinearizedLayer, LinearAttentionLayer):
         LinearizedLayer.reset(self)
 
 
-class LinearizedCache(Cache):
+class LinearizedCache(TextsOfCache, Cache):
     """The states of a linearized model, and the teacher's own kind of layer where the model has no student."""
 
     token_graph: Any = None  # which reads its next tokens (token_graph.py); False: none does
@@ -151,15 +157,6 @@ class LinearizedCache(Cache):
     def reset(self) -> None:
         super().reset()
         self.token_graph, self.tokens_alone, self.is_half_read, self.rope_deltas = None, 0, False, None
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self.change(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.change(lambda x: x.repeat_interleave(repeats, 0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.change(lambda x: x[indices])
 
     def change(self, change: Change) -> None:
         """Change the texts (first axis) of each tensor: not all kinds of transformers' layers do it."""
