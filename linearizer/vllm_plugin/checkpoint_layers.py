@@ -33,6 +33,7 @@ class CheckpointLayers(nn.Module):
         self.model = AutoModelForCausalLM.from_config(config, dtype=model_config.dtype).eval()
         self.decoder, self.head = self.model.get_decoder(), self.model.get_output_embeddings()
         self.readers: list[LayerReader] = []
+        self.recurrent: dict = {}
         for layer, student in zip(config.linearized["layers"], self.model.students(), strict=True):
             dims = layer["key_dim"], layer.get("value_dim", layer["key_dim"])
             sizes = config.num_attention_heads, dims, model_config.dtype, config.linearized["exact_tokens"]

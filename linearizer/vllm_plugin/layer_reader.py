@@ -91,13 +91,9 @@ class LayerReader:
         self.heads, self.exact, self.most = heads, exact, most
         self.memory: StateMemory | None = None
 
-    def parts(self) -> tuple[HeadsInRows, HeadsInRows | None]:
+    def parts(self) -> tuple[StateRow, StateRow]:
         """Return what lies in rows: in one row there are states of either of both."""
-        return self.heads, self.exact
-
-    def end(self) -> int:
-        """Return the byte behind what this layer uses of a row."""
-        return max(part.row.end for part in self.parts() if part is not None)
+        return self.heads.row, (self.exact or self.heads).row
 
     def forget_weights(self) -> None:
         """Prepare kernels anew at the next step."""
@@ -109,7 +105,8 @@ class LayerReader:
         metadata = get_forward_context().attn_metadata if is_forward_context_available() else None
         if metadata is not None:  # else vLLM measures its memory
             assert self.memory is not None
-            plan, pool = plan_of(metadata[self.memory.name], self.most, self.memory.pool), self.memory.pool
+            pool = self.memory.pool
+            plan = plan_of(metadata[self.memory.name], self.most, pool)
             self.heads.read(pool, plan.long, plan.packed_long, given)
             if self.exact is not None:
                 self.exact.read(pool, plan.short, plan.packed_short, given)
@@ -155,28 +152,31 @@ class Plan:
 
 
 def plan_of(step: StepMetadata, most: int, pool: Tensor) -> Plan:
-    """Return the plan of a step, which its first layer makes."""
-    if step.plan is None:
+    """Return the plan of a step for layers that read so many tokens exactly; the first of them makes it."""
+    if most not in step.plans:
         short = tuple(text for text in step.texts if text[2] + text[3] <= most)
         turning = tuple(text for text in step.texts if 0 < most < text[2] + text[3] and text[3] <= most)
         long = tuple(text for text in step.texts if text[3] > most or not most)
         rows = pool[[text[0] for text in turning]]
-        step.plan = Plan(short, turning, long, pack_texts(short), pack_texts(long), rows)
-    plan: Plan = step.plan
+        step.plans[most] = Plan(short, turning, long, pack_texts(short), pack_texts(long), rows)
+    plan: Plan = step.plans[most]
     return plan
+
+
+def window_student(window: int, kv_heads: int, dims: tuple[int, int]) -> LayerStudent:
+    """Make a student whose heads attend to the last tokens as softmax does."""
+    return LayerStudent([{"window": window}] * kv_heads, 0, dims[0], "prf", dims[1]).eval()
 
 
 def add_reader(
     readers: list[LayerReader], student: LayerStudent, query_heads: int, dims: tuple[int, int], dtype: torch.dtype,
-    most: int,
+    most: int, begin: int = 0,
 ) -> LayerReader:  # fmt: skip
-    """Make the reader of the next layer, whose states lie in rows behind those of the layers before."""
-    before = readers[-1] if readers else None
-    begin = 0 if before is None else before.heads.row.end
-    heads, exact = HeadsInRows(student, StateRow.of(student, query_heads, dims, dtype, begin)), None
+    """Make the reader of the next layer, whose states lie in rows behind those of the layers before, or at a byte."""
+    ends = [part.end for part in readers[-1].parts()] if readers else [begin, begin]
+    heads, exact = HeadsInRows(student, StateRow.of(student, query_heads, dims, dtype, ends[0])), None
     if most:
-        window = LayerStudent([{"window": most}] * student.kv_heads, 0, dims[0], "prf", dims[1]).eval()
-        begin = 0 if before is None or before.exact is None else before.exact.row.end
-        exact = HeadsInRows(window, StateRow.of(window, query_heads, dims, dtype, begin))
+        window = window_student(most, student.kv_heads, dims)
+        exact = HeadsInRows(window, StateRow.of(window, query_heads, dims, dtype, ends[1]))
     readers.append(LayerReader(heads, exact, most))
     return readers[-1]

@@ -12,13 +12,13 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateCopyFuncCalculator
 from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching
 
+from linearizer.vllm_plugin.checked_config import has_own_layers
 from linearizer.vllm_plugin.checkpoint_layers import CheckpointLayers
-from linearizer.vllm_plugin.native_layers import NativeLayers, knows
+from linearizer.vllm_plugin.native_layers import NativeLayers
 from linearizer.vllm_plugin.refusals import version_problem
-from linearizer.vllm_plugin.state_memory import StateMemory
+from linearizer.vllm_plugin.state_memory import StateMemory, bytes_of
 
 Tensor = torch.Tensor
-OPTION, CHECKPOINT = "linearizer_layers", "checkpoint"  # in vLLM's --additional-config
 logger = init_logger(f"vllm.{__name__}")
 
 if problem := version_problem():
@@ -29,21 +29,15 @@ class LinearizedForVllm(nn.Module, HasInnerState, IsAttentionFree, SupportsMamba
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         self.config = vllm_config.model_config.hf_config
-        chosen = (vllm_config.additional_config or {}).get(OPTION)
-        kind: Any = NativeLayers if chosen != CHECKPOINT and knows(vllm_config) else CheckpointLayers
+        kind: Any = NativeLayers if has_own_layers(vllm_config) else CheckpointLayers
         self.layers = kind(vllm_config)
-        readers = self.layers.readers
-        memory = StateMemory(max(reader.end() for reader in readers), "linearized.states.0", vllm_config)
-        for reader in readers:
-            reader.memory = memory
-        heads, exact = ([each for each in parts if each] for parts in zip(*(r.parts() for r in readers), strict=True))
-        held = max(sum(part.row.held for part in parts) for parts in (heads, exact))
-        logger.info(
-            "A state takes %d bytes, of which %d hold nothing; layers are %s.",
-            memory.size,
-            memory.size - held,
-            kind.MADE_BY,
-        )
+        parts, recurrent = [*zip(*(r.parts() for r in self.layers.readers), strict=True)], self.layers.recurrent
+        size = max(row.end for rows in parts for row in rows)
+        self.memory = StateMemory(size, "linearized.states.0", recurrent, vllm_config)
+        for reader in self.layers.readers:
+            reader.memory = self.memory
+        held = max(sum(row.held for row in rows) for rows in parts) + sum(map(bytes_of, recurrent.values()))
+        logger.info("A state takes %d bytes, of which %d hold nothing; layers are %s.", size, size - held, kind.MADE_BY)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return self.layers.embed_input_ids(input_ids)
@@ -52,6 +46,7 @@ class LinearizedForVllm(nn.Module, HasInnerState, IsAttentionFree, SupportsMamba
         self, input_ids: Tensor | None, positions: Tensor, intermediate_tensors: object = None,
         inputs_embeds: Tensor | None = None, **kwargs: object,
     ) -> Tensor:  # fmt: skip
+        self.memory.hand_out_step()
         return self.layers(input_ids, positions, inputs_embeds)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:

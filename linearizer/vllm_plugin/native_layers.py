@@ -1,54 +1,51 @@
-"""vLLM's own model of the teacher, with a student in place of each attention: its linear layers, its graphs and its
-compiled code stay, whatever the teacher's architecture, if vLLM knows it.
+"""vLLM's own model of the teacher, with a student in place of each attention: its linear and recurrent layers, its
+graphs and its compiled code stay, whatever the teacher's architecture, if vLLM knows it. Attention to a sliding window
+has a student, too: one that keeps the window.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
-from vllm import ModelRegistry
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.utils import init_vllm_registered_model
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.models.utils import extract_layer_index, init_vllm_registered_model
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from linearizer.method.untrained import draw_layer, generator_at
 from linearizer.student.layer_student import LayerStudent
-from linearizer.vllm_plugin.layer_reader import LayerReader, add_reader
+from linearizer.vllm_plugin.checked_config import teacher_config
+from linearizer.vllm_plugin.layer_reader import LayerReader, add_reader, window_student
+from linearizer.vllm_plugin.refusals import OTHER_LAYERS, SHARED, WHOLE_ATTENTION
+from linearizer.vllm_plugin.state_memory import bytes_of
 
 Tensor = torch.Tensor
 READERS: dict[str, StudentAttention] = {}  # of this process, by the names that compiled graphs contain
 STUDENT = re.compile(r"(\d+)\.\w+\.student\.(.+)")  # in the name of a weight: its layer, and its name there
 
 
-def knows(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM has a model of its own for the teacher, whose attention does nothing but softmax."""
-    config = vllm_config.model_config.hf_config
-    capped = getattr(config, "attn_logit_softcapping", None) is not None
-    (name,) = teacher_config(config).architectures
-    return not capped and name in ModelRegistry.get_supported_archs()
-
-
-def teacher_config(config: Any) -> Any:
-    """Return the config of a student's teacher, which names the teacher's class."""
-    kind = CONFIG_MAPPING[config.linearized["teacher_type"]]
-    content = {**config.of_teacher(), "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING[kind].__name__]}
-    return kind.from_dict(content)
-
-
 class StudentAttention(nn.Module):
     """What a layer calls in place of vLLM's Attention, with q, k and v (tokens, heads · dim)."""
 
-    def __init__(self, reader: LayerReader, sizes: tuple[int, int, int], scale: float, name: str) -> None:
+    def __init__(self, reader: LayerReader, attention: Attention) -> None:
         super().__init__()
-        self.student, self.reader, self.scale, self.name = reader.heads.student, reader, scale, name
-        self.query_heads, self.heads, self.value_dim = sizes
-        READERS[name] = self
+        self.student, self.reader, self.impl, self.name = (
+            reader.heads.student,
+            reader,
+            attention.impl,
+            attention.layer_name,
+        )
+        self.query_heads, self.heads, self.value_dim = (
+            attention.num_heads,
+            attention.num_kv_heads,
+            attention.head_size_v,
+        )
+        READERS[self.name] = self
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> Tensor:
         out = value.new_empty(value.shape[0], self.query_heads * self.value_dim)
@@ -58,7 +55,9 @@ class StudentAttention(nn.Module):
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         counts = self.query_heads, self.heads, self.heads
         q, k, v = (x.unflatten(1, (count, -1)) for x, count in zip((query, key, value), counts, strict=True))
-        return self.reader.attend(q, k, v, self.scale).flatten(1)
+        cap, sinks = (getattr(self.impl, name, None) for name in ("logits_soft_cap", "sinks"))
+        scores = (cap or None, sinks) if cap or sinks is not None else ()
+        return self.reader.attend(q, k, v, self.impl.scale, scores).flatten(1)
 
 
 def linearizer_attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, name: str) -> None:
@@ -82,27 +81,44 @@ class NativeLayers(nn.Module):
         config = model_config.hf_config
         if compilation.splitting_ops is not None:
             compilation.splitting_ops.append("vllm::linearizer_attend")
-        base, entries = teacher_config(config), config.linearized
-        names, layers = base.architectures, entries["layers"]
-        self.model = init_vllm_registered_model(vllm_config, hf_config=base, architectures=names)
+        base = teacher_config(config)
+        self.model = init_vllm_registered_model(vllm_config, hf_config=base, architectures=base.architectures)
+        context = compilation.static_forward_context
+        self.recurrent = {name: layer for name, layer in context.items() if isinstance(layer, MambaBase)}
+        for layer in self.recurrent.values():
+            layer.get_kv_cache_spec = lambda vllm_config: None  # what it keeps lies in our rows
+        found = [(m, m.attn) for m in self.model.modules() if isinstance(getattr(m, "attn", None), Attention)]
+        self.add_readers([attention for _, attention in found], config.linearized, model_config.dtype)
+        for parent, attention in found:
+            parent.attn = StudentAttention(self.by_layer[extract_layer_index(attention.layer_name)], attention)
+            del context[attention.layer_name]
+        described = {index for index, layer in enumerate(config.linearized["layers"]) if layer is not None}
+        others = [
+            name for name, x in context.items() if isinstance(x, AttentionLayerBase) and name not in self.recurrent
+        ]
+        if others or not described <= self.by_layer.keys():
+            raise ValueError(OTHER_LAYERS.format(base.architectures[0]))
+
+    def add_readers(self, found: list[Attention], entries: dict, dtype: torch.dtype) -> None:
+        """Make the readers of layers by their numbers: first those of windows, which lie in every row."""
         self.readers: list[LayerReader] = []
-        for name, parent in [*self.model.named_modules()]:
-            if isinstance(attention := getattr(parent, "attn", None), Attention):
-                layer = layers[len(self.readers)]
-                dims = layer["key_dim"], layer.get("value_dim", layer["key_dim"])
-                how = entries["sinks"], dims[0], entries["feature_map"], dims[1]
-                student = LayerStudent(layer["heads"], *how).float()
-                draw_layer(student.eval(), generator_at(0))
-                kind = dims, model_config.dtype, entries["exact_tokens"]
-                reader = add_reader(self.readers, student, attention.num_heads, *kind)
-                sizes = attention.num_heads, attention.num_kv_heads, dims[1]
-                parent.attn = StudentAttention(reader, sizes, attention.impl.scale, name)
-                del compilation.static_forward_context[attention.layer_name]
-        if len(self.readers) != len(layers):
-            raise ValueError(
-                f"vLLM's {names[0]} has {len(self.readers)} attention layers where the student has "
-                f'{len(layers)}: serve it with --additional-config \'{{"linearizer_layers": "checkpoint"}}\''
-            )
+        self.by_layer: dict[int, LayerReader] = {}
+        begin = sum(map(bytes_of, self.recurrent.values()))
+        layers = {extract_layer_index(attention.layer_name): attention for attention in found}
+        for index, attention in sorted(layers.items(), key=lambda item: entries["layers"][item[0]] is not None):
+            dims, layer = (attention.head_size, attention.head_size_v), entries["layers"][index]
+            sizes = attention.num_heads, dims, dtype
+            if attention.kv_sharing_target_layer_name is not None:
+                raise ValueError(SHARED.format(index))
+            if layer is not None:
+                student = LayerStudent(layer["heads"], entries["sinks"], dims[0], entries["feature_map"], dims[1])
+                draw_layer(student.float().eval(), generator_at(0))
+                most = entries["exact_tokens"]
+            elif attention.sliding_window is not None:
+                student, most = window_student(attention.sliding_window, attention.num_kv_heads, dims), 0
+            else:
+                raise ValueError(WHOLE_ATTENTION.format(index))
+            self.by_layer[index] = add_reader(self.readers, student, *sizes, most, begin)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return self.model.embed_input_ids(input_ids)
@@ -114,18 +130,22 @@ class NativeLayers(nn.Module):
         return self.model.compute_logits(hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        students = [reader.heads.student for reader in self.readers]
-        own = [dict(student.named_parameters()) | dict(student.named_buffers()) for student in students]
-        missing = {(index, name) for index, student in enumerate(students) for name, _ in student.named_parameters()}
+        students = {index: reader.heads.student for index, reader in self.by_layer.items()}
+        own = {
+            (index, name): weight
+            for index, student in students.items()
+            for name, weight in [*student.named_parameters(), *student.named_buffers()]
+        }
+        missing = {(index, name) for index, student in students.items() for name, _ in student.named_parameters()}
 
         def of_teacher() -> Iterator[tuple[str, Tensor]]:
             for name, weight in weights:
                 if (match := STUDENT.search(name)) is None:
                     yield name, weight
                     continue
-                index, of_student = int(match[1]), match[2]
-                own[index][of_student].data.copy_(weight)
-                missing.discard((index, of_student))
+                place = int(match[1]), match[2]
+                own[place].data.copy_(weight)
+                missing.discard(place)
 
         self.model.load_weights(of_teacher())
         if missing:

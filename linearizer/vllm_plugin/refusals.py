@@ -6,9 +6,21 @@ from typing import Any
 
 VERSIONS = ("0.32",)  # of vLLM that the tests have run with: it changes what this room uses between releases
 OTHER_VERSION = "vLLM {} is not served by this version of linearizer: install vLLM {}, or use `linearizer serve`"
-NATIVE = (
-    "layer {} of this student keeps its teacher's attention, and vLLM's plugin serves models whose attention layers "
-    "all have a student: serve it with `linearizer serve`"
+OWN_LAYER = (
+    "layer {} of this student is its teacher's own, recurrent or with a sliding window, which vLLM's plugin serves by "
+    "vLLM's own layers alone, and these are not used: serve it with `linearizer serve`"
+)
+WHOLE_ATTENTION = (
+    "layer {} of this student keeps its teacher's attention to all tokens, and vLLM's plugin serves states of fixed "
+    "size: serve it with `linearizer serve`"
+)
+SHARED = (
+    "layer {} of this student reads the keys and values of another layer, which vLLM's plugin does not serve: serve it "
+    "with `linearizer serve`"
+)
+OTHER_LAYERS = (
+    "vLLM's {} has other attention layers than this student: serve it with "
+    '--additional-config \'{{"linearizer_layers": "checkpoint"}}\', or with `linearizer serve`'
 )
 PARALLEL = "vLLM's plugin serves a student in one process: leave tensor and pipeline parallelism out, or serve copies"
 SPECULATIVE = "a student's state cannot be rolled back: leave speculative decoding out"
@@ -32,13 +44,14 @@ def version_problem(version: str | None = None) -> str:
     return "" if served else OTHER_VERSION.format(version, " or ".join(VERSIONS))
 
 
-def student_problem(layers: list[dict[str, Any] | None], pictures: bool = False) -> str:
-    """Say why a student with such layers, which may read pictures, is not served; nothing if it is."""
-    if pictures:
-        return OF_PICTURES
+def student_problem(layers: list[dict[str, Any] | None], vllms_layers: bool = True) -> str:
+    """Say why a student with such layers is not served, with vLLM's layers or without; nothing if it is."""
     for index, layer in enumerate(layers):
         if layer is None:
-            return NATIVE.format(index)
-        if any(head.get("softmax") for head in layer["heads"]):
+            if not vllms_layers:
+                return OWN_LAYER.format(index)
+        elif "reads" in layer:
+            return SHARED.format(index)
+        elif any(head.get("softmax") for head in layer["heads"]):
             return UNSERVED_HEADS
     return ""

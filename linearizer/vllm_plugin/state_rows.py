@@ -20,6 +20,11 @@ Tensor = torch.Tensor
 ALIGNED = 16  # bytes, at whose multiples tensors begin
 
 
+def aligned(size: int) -> int:
+    """Return a number of bytes, rounded up to where the next tensor may begin."""
+    return -(-size // ALIGNED) * ALIGNED
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a tensor lies in a row, and what it is for one text."""
@@ -63,7 +68,7 @@ class StateRow:
             for name, x in tensors(state).items():
                 if name != "count":
                     places[name] = Place(end, x.shape[1:], x.dtype)
-                    end += -(-x.nbytes // ALIGNED) * ALIGNED
+                    end += aligned(x.nbytes)
                     held += x.nbytes
             groups.append((type(state), places))
         return StateRow(groups, end, held)

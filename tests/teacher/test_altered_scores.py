@@ -2,46 +2,20 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from linearizer.hub.models import Source
-from linearizer.hub.weight_files import Weights
-from linearizer.method.checkpoint import load, put_student_into
+from linearizer.method.checkpoint import load
 from linearizer.plan.head_bytes import Head
 from linearizer.student.cache import CACHE
-from linearizer.teacher.inspect_model import inspect_model
 from linearizer.teacher.observing import attending_as_teacher
-from tests.support.families import ALTERED, GROUPED, WINDOW
-from tests.support.models import allocation_of, tokens
+from tests.support.altered import student_of, teacher_of
+from tests.support.families import ALTERED
+from tests.support.models import tokens
 
 LENGTH = 40
-SIZES = {**GROUPED, "num_hidden_layers": 2, "max_position_embeddings": 512, "sliding_window": WINDOW}
 WHOLE = [Head(window=LENGTH)]
 FEW_BITS = [Head(window=8, slots=10, bits=6), Head(window=12, bits=8)]
 CLOSE = dict(atol=2e-3, rtol=2e-3)  # gpt_oss norms in float32, whose last digits may round a key of few bits otherwise
-SOURCE = Source("tiny", None, "org/tiny", "c0ffee", False, Weights((), 1234, 5678), {"license": "mit"})
 every_family = pytest.mark.parametrize("family", ALTERED)
-
-
-def config_of(family):
-    return AutoConfig.for_model(family, **{**SIZES, **ALTERED[family]})
-
-
-def teacher_of(family):
-    torch.manual_seed(0)
-    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}  # grouped experts know no float64
-    teacher = AutoModelForCausalLM.from_config(config_of(family), dtype=torch.float32, **eager)
-    for name, weight in teacher.named_parameters():
-        weight.data = torch.randn_like(weight) if name.endswith("sinks") else 3 * weight.data  # scores are large
-    return teacher.eval().requires_grad_(False)
-
-
-def student_of(family, heads):
-    inspection = inspect_model(SOURCE, config_of(family))
-    layers = inspection.layers
-    assert inspection.supported and inspection.alters_scores
-    assert [layer.native_window is None for layer in layers] == [False, True]
-    return put_student_into(teacher_of(family), layers, allocation_of(layers, heads, 2))
 
 
 @torch.no_grad()

@@ -20,10 +20,10 @@ def test_another_version_is_named_beside_one_that_works(version):
     assert version in problem and "install vLLM 0.32" in problem
 
 
-def test_students_that_grow_or_read_pictures_are_refused_and_others_are_not():
-    assert student_problem([HEADS, HEADS]) == ""
-    assert "--text-only" in student_problem([HEADS], pictures=True)
-    assert "layer 1 " in student_problem([HEADS, None])
+def test_students_that_grow_or_need_vllms_layers_are_refused_and_others_are_not():
+    assert student_problem([HEADS, HEADS]) == student_problem([HEADS, None]) == ""
+    assert "layer 1 " in student_problem([HEADS, None], vllms_layers=False)
+    assert "layer 1 " in student_problem([HEADS, {"reads": 0, "heads": []}])
     assert "--may-grow" in student_problem([HEADS, {"heads": [{"window": 8}, {"softmax": True, "bits": 8}]}])
 
 
