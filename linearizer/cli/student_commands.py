@@ -116,20 +116,25 @@ def serve_ask(arguments: argparse.Namespace) -> None:
 
 
 def add_state(add: AddCommand) -> None:
-    command = add("state", serve_state, "list, fork or delete the states that `linearizer read` wrote")
-    command.add_argument("action", choices=["list", "fork", "delete"])
-    command.add_argument("path", type=Path, metavar="S", help="the file of a state; to list: a folder")
-    command.add_argument("new", type=Path, nargs="?", metavar="NEW", help="the file of the fork")
+    command = add("state", serve_state, "list, fork or delete the states that `linearizer read` wrote, or get one")
+    command.add_argument("action", choices=["list", "fork", "delete", "get"])
+    command.add_argument(
+        "path", type=Path, metavar="S", help="the file of a state; to list: a folder; to get: OWNER/NAME"
+    )
+    command.add_argument("new", type=Path, nargs="?", metavar="NEW", help="the file of the fork, or of what is got")
 
 
 def serve_state(arguments: argparse.Namespace) -> None:
-    from linearizer.serve import state_files
+    from linearizer.serve import shared_states, state_files
 
-    if (arguments.new is not None) != (arguments.action == "fork"):
-        raise RequestError("fork needs S and NEW, list and delete need S alone; see `linearizer state --help`")
+    if (arguments.new is not None) != (arguments.action in ("fork", "get")):
+        raise RequestError("fork and get need S and NEW, list and delete need S alone; see `linearizer state --help`")
     if arguments.action == "delete":
         state_files.delete(arguments.path)
         print_product(arguments, {"deleted": str(arguments.path)}, f"{arguments.path} is deleted")
+    elif arguments.action == "get":
+        found = shared_states.get_state(arguments.path.as_posix(), arguments.new)
+        print_product(arguments, asdict(found), f"{found.tokens:,} tokens of {arguments.path} are in {arguments.new}")
     elif arguments.action == "fork":
         forked = state_files.fork(arguments.path, arguments.new)
         print_product(arguments, asdict(forked), f"{arguments.new} is a fork of {arguments.path}")
@@ -193,6 +198,7 @@ def add_push(add: AddCommand) -> None:
     command.add_argument("run", metavar="RUN", nargs="?", help=OPERANDS["run"])
     command.add_argument("name", metavar="OWNER/NAME", nargs="?", help="the repository; NAME alone: under your account")
     command.add_argument("--space", metavar="OWNER/NAME", help="publish this app as a Space, instead of a run")
+    command.add_argument("--state", type=Path, metavar="S", help="publish a state as a data set, instead of a run")
     command.add_argument("--public", action="store_true", help="let everyone see it")
     command.add_argument("--dry-run", action="store_true", help="show what would be sent, and send nothing")
 
@@ -200,10 +206,15 @@ def add_push(add: AddCommand) -> None:
 def serve_push(arguments: argparse.Namespace) -> None:
     from linearizer.publish import push
 
-    operands = [name for name in ("run", "name", "space") if getattr(arguments, name) is not None]
-    if operands not in (["run", "name"], ["space"]):
-        raise RequestError("push needs RUN and OWNER/NAME, or --space OWNER/NAME alone; see `linearizer push --help`")
+    operands = [name for name in ("run", "name", "space", "state") if getattr(arguments, name) is not None]
+    if operands not in (["run", "name"], ["space"], ["run", "state"]):
+        raise RequestError(
+            "push needs RUN and OWNER/NAME, or --state S and OWNER/NAME, or --space OWNER/NAME alone; see `linearizer "
+            "push --help`"
+        )
     private = not arguments.public
+    if arguments.state is not None:
+        return push_state(arguments, private)
     run = None if arguments.run is None else find_run(arguments.run, encoders=True)
     if arguments.dry_run:
         preview = push.preview(run, arguments.name or arguments.space, private)
@@ -216,6 +227,15 @@ def serve_push(arguments: argparse.Namespace) -> None:
     except KeyboardInterrupt as stopped:
         raise Stopped("stopped; what has arrived is not sent again: repeat the command to go on") from stopped
     print_product(arguments, asdict(published), f"{published.url}\n\n{published.snippet}" if run else published.url)
+
+
+def push_state(arguments: argparse.Namespace, private: bool) -> None:
+    from linearizer.serve import shared_states
+
+    if arguments.dry_run:
+        raise RequestError("--dry-run lists what a run or the app would send, not a state: leave it out")
+    published = show_progress(shared_states.push_state(arguments.state, arguments.run, private))
+    print_product(arguments, asdict(published), f"{published.url}\n\n{published.snippet}")
 
 
 def add_app(add: AddCommand) -> None:

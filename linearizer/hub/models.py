@@ -219,6 +219,16 @@ def stream_dataset(identifier: str, config: str | None, token: str | None = None
     return load_dataset(identifier, config, revision=revision, streaming=True, token=access_token(token))
 
 
+def fetch_from_dataset(name: str, file: str, token: str | None = None) -> Path:
+    """Download a file of a data set of the Hub, named as a model is."""
+    pinned, hub = HubName.of(name), HfApi(token=access_token(token))
+    with explain_dataset_errors(name, token):
+        try:
+            return Path(hub.hf_hub_download(pinned.repo_id, file, repo_type="dataset", revision=pinned.revision))
+        except RemoteEntryNotFoundError as error:
+            raise TextError(f"{name!r} has no {file}: name a data set that `linearizer push --state` made") from error
+
+
 def check_data_files(identifier: str, hub: HfApi, revision: str | None) -> None:
     """Refuse a data set whose configs name files outside of it: `datasets` would read any file of this machine."""
     for name in ("README.md", ".huggingface.yaml"):

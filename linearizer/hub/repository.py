@@ -75,7 +75,7 @@ class Repository:
 
     repo_id: str
     private: bool
-    kind: str  # "model" or "space"
+    kind: str  # "model", "space" or "dataset"
     head: str | None  # its latest commit; None: it does not exist yet
     files: frozenset[str]
 
@@ -87,7 +87,7 @@ class Repository:
     @property
     def url(self) -> str:
         """The address of the repository's page."""
-        return f"{constants.ENDPOINT}/{'spaces/' if self.kind == 'space' else ''}{self.repo_id}"
+        return f"{constants.ENDPOINT}/{'' if self.kind == 'model' else f'{self.kind}s/'}{self.repo_id}"
 
 
 @contextmanager

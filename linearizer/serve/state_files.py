@@ -30,6 +30,7 @@ class StateFile:
     bytes: int
     teacher: str
     written: float  # seconds since 1970
+    revision: str = ""  # of the student, if it is published
 
 
 def describe(path: Path) -> StateFile:
@@ -39,7 +40,8 @@ def describe(path: Path) -> StateFile:
         with safe_open(path, framework="pt") as file:
             facts = file.metadata() or {}
         if facts.get("format", "").startswith("linearized state "):
-            return StateFile(path.name, int(facts["tokens"]), stat.st_size, facts["teacher"], stat.st_mtime)
+            size, model = stat.st_size, (facts["teacher"], stat.st_mtime, facts.get("revision", ""))
+            return StateFile(path.name, int(facts["tokens"]), size, *model)
     except FileNotFoundError as error:
         raise no_state(path) from error
     except (OSError, SafetensorError, ValueError, KeyError):

@@ -16,6 +16,7 @@ from linearizer.run.files import unseal
 from linearizer.run.folder import Run
 from linearizer.serve.state_files import load_state
 from linearizer.teacher.text import read_whole
+from tests.support.publishing import HOW_THE_HUB_SENDS, ME, files_of, written
 
 
 @pytest.fixture
@@ -189,3 +190,44 @@ def test_all_models_are_compared_through_the_chat_template(chat_run, said):
         compared = json.loads(said("compare", chat_run, "--tokens", 6, "--json", "--prompt", *words)[1])
         texts.append([compared[name]["text"] for name in ("teacher", "student", "window")])
     assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.filterwarnings(HOW_THE_HUB_SENDS)
+def test_a_state_is_published_privately_and_another_machine_goes_on_from_it(
+    hub, quick_run, text, tmp_path, said, monkeypatch
+):
+    monkeypatch.setenv("HF_TOKEN", ME)
+    state, got = tmp_path / "state", tmp_path / "got"
+    tokens = json.loads(said("read", quick_run, text, "--state", state, "--json")[1])["tokens"]
+    code, out, err = said("push", "--state", state, "me/book", "--json")
+    assert code == 0, err
+    published = json.loads(out)
+    assert code == 0 and published["url"] == f"{hub.url}/datasets/me/book/tree/{published['revision']}"
+    files = files_of(hub, "me/book", "datasets")
+    assert hub.repos["datasets", "me/book"].private and files["state.safetensors"] == state.read_bytes()
+    card = files["README.md"].decode()
+    assert f"{tokens:,} tokens" in card and "demo" in card and not any(ME.encode() in x for x in files.values())
+    code, out, _ = said("state", "get", f"me/book@{published['revision']}", got, "--json")
+    assert code == 0 and json.loads(out)["tokens"] == tokens and got.read_bytes() == state.read_bytes()
+    asked = [said("ask", quick_run, "--state", path, "--prompt", "It", "--tokens", 5)[1] for path in (state, got)]
+    assert asked[0] == asked[1]
+    assert said("push", "--state", state, "me/book")[0] == 0  # again, with nothing to send
+    monkeypatch.delenv("HF_TOKEN")
+    code, _, err = said("state", "get", "me/book", tmp_path / "other")
+    assert code == 2 and "me/book" in err and not (tmp_path / "other").exists()
+
+
+@pytest.mark.filterwarnings(HOW_THE_HUB_SENDS)
+def test_what_is_no_state_is_neither_published_nor_got(hub, text, tmp_path, said, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", ME)
+    code, _, err = said("push", "--state", text, "me/book")
+    assert code == 2 and "is not the state" in err and not written(hub)
+    hub.add("me/else", {"state.safetensors": b"no state", "a.csv": b"a"}, "datasets")
+    code, _, err = said("state", "get", "me/else", tmp_path / "got")
+    assert code == 2 and "is not the state" in err and not (tmp_path / "got").exists()
+    hub.add("me/none", {"a.csv": b"a"}, "datasets")
+    code, _, err = said("state", "get", "me/none", tmp_path / "got")
+    assert code == 2 and "has no state.safetensors" in err
+    (tmp_path / "got").write_text("mine")
+    code, _, err = said("state", "get", "me/none", tmp_path / "got")
+    assert code == 2 and "exists already" in err and (tmp_path / "got").read_text() == "mine"

@@ -152,7 +152,7 @@ class Handler(Writing, Jobs, BaseHTTPRequestHandler):
             return self.reply([{"id": name} for name in self.found()])
         if path == "/api/whoami-v2":
             return self.whoami()
-        if result := re.fullmatch(r"/api/(models|spaces)/([^/]+/[^/]+)/auth-check/write", path):
+        if result := re.fullmatch(r"/api/(models|spaces|datasets)/([^/]+/[^/]+)/auth-check/write", path):
             self.check_write(self.repo(*result.groups()).owner)
             return self.reply({})
         if result := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)/auth-check", path):

@@ -28,9 +28,9 @@ class Writing:
             self.create(json.loads(self.posted))
         elif result := re.fullmatch(r"/lfs/([0-9a-f]{64})", path):
             self.keep(result[1])
-        elif result := re.fullmatch(r"/(?:spaces/)?([^/]+)/[^/]+\.git/info/lfs/objects/batch", path):
+        elif result := re.fullmatch(r"/(?:(?:spaces|datasets)/)?([^/]+)/[^/]+\.git/info/lfs/objects/batch", path):
             self.batch(result[1], json.loads(self.posted)["objects"])
-        elif result := re.fullmatch(r"/api/(models|spaces)/([^/]+/[^/]+)/(preupload|commit)/([^/]+)", path):
+        elif result := re.fullmatch(r"/api/(models|spaces|datasets)/([^/]+/[^/]+)/(preupload|commit)/([^/]+)", path):
             kind, name, what, revision = result.groups()
             repo = self.repo(kind, name)
             self.check_write(repo.owner)
