@@ -128,7 +128,9 @@ def serve_state(arguments: argparse.Namespace) -> None:
     from linearizer.serve import shared_states, state_files
 
     if (arguments.new is not None) != (arguments.action in ("fork", "get")):
-        raise RequestError("fork and get need S and NEW, list and delete need S alone; see `linearizer state --help`")
+        raise RequestError(
+            "fork needs S and NEW, get OWNER/NAME and NEW, list and delete S alone; see `linearizer state --help`"
+        )
     if arguments.action == "delete":
         state_files.delete(arguments.path)
         print_product(arguments, {"deleted": str(arguments.path)}, f"{arguments.path} is deleted")
@@ -209,7 +211,7 @@ def serve_push(arguments: argparse.Namespace) -> None:
     operands = [name for name in ("run", "name", "space", "state") if getattr(arguments, name) is not None]
     if operands not in (["run", "name"], ["space"], ["run", "state"]):
         raise RequestError(
-            "push needs RUN and OWNER/NAME, or --state S and OWNER/NAME, or --space OWNER/NAME alone; see `linearizer "
+            "push needs RUN and OWNER/NAME, or --space OWNER/NAME alone, or --state S and OWNER/NAME; see `linearizer "
             "push --help`"
         )
     private = not arguments.public
