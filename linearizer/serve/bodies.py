@@ -10,7 +10,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping
 from random import Random
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
@@ -96,6 +96,8 @@ class Body(BaseModel, ABC):
     """The fields of both kinds of request."""
 
     model_config = ConfigDict(extra="forbid")
+    PREFIX: ClassVar[str] = "cmpl"  # of the answer's id
+    PROMPT: ClassVar[str] = "prompt"  # the field that holds it
 
     model: str | None = None  # the served one
     max_tokens: Integer | None = Field(None, ge=1)
@@ -143,6 +145,15 @@ class Body(BaseModel, ABC):
     def after(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """Return the tokens that a state reads after the text."""
         return []
+
+    @property
+    def kind(self) -> str:
+        """The kind of the answer, or of a part of it."""
+        return "text_completion"
+
+    def content(self, text: str) -> dict[str, Any]:
+        """Return a text, or a part of it, as the content of an answer."""
+        return {"text": text}
 
     def drawing(self, index: int) -> Drawing:
         """Return how to draw the text of one of the prompts."""
@@ -233,6 +244,17 @@ class ChatBody(Body):
     max_completion_tokens: Integer | None = Field(None, ge=1)
     reasoning_effort: str | None = None  # for the template, if it uses it
     chat_template_kwargs: dict[str, Any] = {}
+    PREFIX: ClassVar[str] = "chatcmpl"
+    PROMPT: ClassVar[str] = "messages"
+
+    @property
+    def kind(self) -> str:
+        return "chat.completion.chunk" if self.stream else "chat.completion"
+
+    def content(self, text: str) -> dict[str, Any]:
+        if self.stream:
+            return {"delta": {"content": text} if text else {}}
+        return {"message": {"role": "assistant", "content": text}}
 
     @property
     def new_tokens(self) -> int | None:

@@ -99,10 +99,6 @@ class Work:
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    @property
-    def is_chat(self) -> bool:
-        return isinstance(self.body, ChatBody)
-
     async def deltas(self) -> AsyncIterator[tuple[int, TextDelta]]:
         """Yield new text until all texts have ended."""
         unfinished = len(self.rows)
@@ -204,27 +200,20 @@ async def answer(served: Served, kind: type[Body], request: Request) -> Any:
     body = await read_body(request, kind, served.positions)
     if body.model is not None:
         refuse_other_model(served, body.model)
-    start = await run_in_threadpool(lend_state, served, request, body)
+    start = None
+    if body.state is not None:
+        start = await run_in_threadpool(begin_at, served.states_of(request), body.state, body.keep, served.load)
     try:
         work = await begin(served, body, deadline, start)
     except BaseException:
-        let_go(start)
+        if start is not None:
+            start.let_go()
         raise
     if body.stream:
         return Stream(served, work)
     texts = await finish(served, work, request)
     choices = [choice(work, index, texts[index]) for index in sorted(texts)]
     return {**head(served, work), "choices": choices, "usage": work.usage}
-
-
-def lend_state(served: Served, request: Request, body: Body) -> Beginning | None:
-    """Load the state that a request continues."""
-    return None if body.state is None else begin_at(served.states_of(request), body.state, body.keep, served.load)
-
-
-def let_go(start: Beginning | None) -> None:
-    if start is not None:
-        start.let_go()
 
 
 async def read_into_state(served: Served, request: Request) -> Cache:
@@ -320,7 +309,7 @@ def make_row(
             400,
             f"{len(before) + len(tokens)} tokens of prompt and {body.new_tokens or 1} new tokens are more than the "
             f"{served.positions} of the model: shorten the prompt, or ask for fewer max_tokens",
-            "max_tokens" if room > 0 else "messages" if isinstance(body, ChatBody) else "prompt",
+            "max_tokens" if room > 0 else body.PROMPT,
             "context_length_exceeded",
         )
     if min(tokens) < 0 or max(tokens) >= (size := vocabulary(served.model)):
@@ -343,7 +332,8 @@ def end(served: Served, work: Work) -> None:
     for row in work.rows:
         if not row.done:
             served.engine.cancel(row)
-    let_go(work.start)
+    if work.start is not None:
+        work.start.let_go()
 
 
 class Stream(StreamingResponse):
@@ -381,8 +371,9 @@ async def events_of(served: Served, work: Work) -> AsyncIterator[str]:
     """Yield the answer as events."""
     with_usage = work.body.stream_options is not None and work.body.stream_options.include_usage
     common = {**head(served, work), **({"usage": None} if with_usage else {})}
-    if work.is_chat:
-        yield event({**common, "choices": [choice(work, 0, TextDelta(), role="assistant")]})
+    if isinstance(work.body, ChatBody):
+        opening = {"index": 0, "delta": {"role": "assistant"}, "logprobs": None, "finish_reason": None}
+        yield event({**common, "choices": [opening]})
     try:
         async for index, delta in work.deltas():
             yield event({**common, "choices": [choice(work, index, delta)]})
@@ -396,20 +387,13 @@ async def events_of(served: Served, work: Work) -> AsyncIterator[str]:
 
 
 def head(served: Served, work: Work) -> dict[str, Any]:
-    kind, prefix = ("chat.completion", "chatcmpl") if work.is_chat else ("text_completion", "cmpl")
-    kind += ".chunk" * (work.is_chat and work.body.stream)
-    return {"id": f"{prefix}-{work.id}", "object": kind, "created": work.created, "model": served.name}
+    about = {"object": work.body.kind, "created": work.created, "model": served.name}
+    return {"id": f"{work.body.PREFIX}-{work.id}", **about}
 
 
-def choice(work: Work, index: int, delta: TextDelta, **role: str) -> dict[str, Any]:
+def choice(work: Work, index: int, delta: TextDelta) -> dict[str, Any]:
     """Return a text, or a part of it, in the form of an answer's choice."""
-    if not work.is_chat:
-        content: dict[str, Any] = {"text": delta.text}
-    elif work.body.stream:
-        content = {"delta": {**role, **({"content": delta.text} if delta.text else {})}}
-    else:
-        content = {"message": {"role": "assistant", "content": delta.text}}
-    return {"index": index, **content, "logprobs": None, "finish_reason": delta.finish}
+    return {"index": index, **work.body.content(delta.text), "logprobs": None, "finish_reason": delta.finish}
 
 
 def event(content: dict[str, Any]) -> str:
