@@ -28,6 +28,7 @@ class Ranks:
 
     number: int = 0
     count: int = 1
+    group: Any = None  # of torch.distributed
 
     def share(self, items: Sequence[Item]) -> Sequence[Item]:
         """Return the items of this rank."""
@@ -39,7 +40,7 @@ class Ranks:
             return value
         values = [value]
         with explained():
-            distributed.broadcast_object_list(values)
+            distributed.broadcast_object_list(values, group=self.group)
         return values[0]
 
     def gather(self, value: Item) -> list[Item]:
@@ -48,7 +49,7 @@ class Ranks:
             return [value]
         values: list[Any] = [None] * self.count
         with explained():
-            distributed.all_gather_object(values, value)
+            distributed.all_gather_object(values, value, self.group)
         return values
 
     def gather_shares(self, share: Sequence[Item]) -> list[Item]:
@@ -62,7 +63,7 @@ class Ranks:
             return
         flat = torch.cat([x.flatten().cpu() for x in tensors])
         with explained():
-            distributed.all_reduce(flat)
+            distributed.all_reduce(flat, group=self.group)
         for x, total in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
             x.copy_(total.view_as(x))
 
@@ -70,10 +71,11 @@ class Ranks:
 ALONE = Ranks()
 
 
-def connect(number: int, count: int, place: str = "env://") -> Ranks:
+def connect(number: int, count: int, place: str = "env://", timeout: timedelta = FOREVER) -> Ranks:
     """Meet the other ranks, by the variables of a launcher or at a file."""
-    distributed.init_process_group("gloo", init_method=place, rank=number, world_size=count, timeout=FOREVER)
-    return Ranks(number, count)
+    with explained():
+        distributed.init_process_group("gloo", init_method=place, rank=number, world_size=count, timeout=timeout)
+        return Ranks(number, count, distributed.new_group(timeout=FOREVER))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ from linearizer.teacher.devices import choose_device, device_name, visible_name
 if TYPE_CHECKING:
     from linearizer.teacher.ranks import Ranks
 
+MEETING = timedelta(minutes=10)  # that a started process has to begin: it may have died
 LAUNCH_ENDED = "a process of the launch has ended, or the launcher was told to stop: resume the run"
 
 
@@ -87,7 +89,7 @@ def started(run: Run, count: int, token: str | None = None) -> Iterator[Ranks]:
         others = start_processes(begin_rank, (place, count), nprocs=count - 1, join=False, daemon=True)
         try:
             with log_end(run):
-                ranks = connect(0, count, place)
+                ranks = connect(0, count, place, MEETING)
                 ranks.hear((str(run.folder.resolve()), token))
             yield ranks
             dismiss(ranks)

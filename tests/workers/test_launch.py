@@ -17,10 +17,11 @@ from linearizer.method.texts import TextsOfRun
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.events import newest_events
+from linearizer.teacher.devices import visible_name
 from linearizer.teacher.load import load_teacher_of
 from linearizer.teacher.ranks import Ranks
 from linearizer.workers import control, device_queue
-from linearizer.workers.launch import started
+from linearizer.workers.launch import launched, started
 from tests.support.runs import FP32, QUICK, wait_for_event, wait_until, weights_of
 
 PRICED = Plan.of("best", model="demo", steps=2, lora=2, texts=2, length=32, sinks=2, budget=16, **FP32)
@@ -93,6 +94,20 @@ def test_shares_of_ranks_give_the_prices_of_one(tmp_path):
     assert first.done == first.total  # nothing is priced again
     finish(steps)
     assert run.read("prices.json") == expected
+
+
+def test_a_launcher_numbers_ranks_and_a_cluster_alone_does_not(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert launched("WORLD_SIZE") == 0
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert launched("WORLD_SIZE") == 2
+
+
+@pytest.mark.parametrize("visible", ["", "2,3", "GPU-a,GPU-b/1", "MIG-GPU-c/1/0, MIG-GPU-c/2/0"])
+def test_the_gpu_of_a_rank_has_the_name_by_which_it_is_seen(visible, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    names = [name.strip() for name in visible.split(",")] if visible else ["0", "1"]
+    assert [visible_name(number) for number in range(len(names))] == names
 
 
 def test_a_run_on_several_devices_waits_for_each(tmp_path):
