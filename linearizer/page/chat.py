@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from linearizer.errors import FaultError, LinearizerError, RequestError
 from linearizer.page import chats, limits, zerogpu
-from linearizer.page.chats import USUAL, Chat, Key, Settings
+from linearizer.page.chats import USUAL, Chat, Key, Message, Models, Settings, Turn
 from linearizer.page.visitors import Visitor, is_example, on_space
 from linearizer.plan.allocation import StateSize
 from linearizer.plan.options import options_of
@@ -38,20 +38,20 @@ Answers = Generator[tuple[Chat, "StateSizes | Comparison"], None, None]
 def compare_models(
     visitor: Visitor,
     name: str,
-    prompt: str,
+    message: Message,
     tokens: int,
     seed: int,
     sample: bool,
     settings: Settings = USUAL,
     chat_name: str = "",
 ) -> Answers:
-    """Let all models of a run answer a prompt side by side; a chat with a name goes on.
+    """Let all models of a run answer a message side by side; a chat with a name goes on.
 
     Yield the chat with the bytes of the models while they read, and then with what they have written.
     """
     key = chats.key_of(visitor, visitor.find_run(name), chat_name)
     chat = chats.find_chat(key, settings)
-    yield from keep_while_answering(key, chat, answer_in_turns(visitor, name, key, chat, prompt, tokens, seed, sample))
+    yield from keep_while_answering(key, chat, answer_in_turns(visitor, name, key, chat, message, tokens, seed, sample))
 
 
 def read_document(visitor: Visitor, name: str, text: str, settings: Settings, chat_name: str = "") -> Answers:
@@ -97,40 +97,63 @@ def read_in_turns(visitor: Visitor, name: str, key: Key | None, chat: Chat, text
 
 @zerogpu.with_device(COMPARISON_SECONDS)
 def answer_in_turns(
-    visitor: Visitor, name: str, key: Key | None, chat: Chat, prompt: str, tokens: int, seed: int, sample: bool
+    visitor: Visitor, name: str, key: Key | None, chat: Chat, message: Message, tokens: int, seed: int, sample: bool
 ) -> Answers:
-    """Answer a prompt after what was heard; with a template turns follow each other, else each follows the document."""
-    from linearizer.evaluate import side_by_side
+    """Answer a message after what was heard; with a template turns follow each other, else each follows the document.
+
+    Another try of a message draws other tokens.
+    """
+    from linearizer.evaluate.side_by_side import read_in_turns, write_in_turns
     from linearizer.run.results import Comparison
 
     run = require_student(visitor.find_run(name))
-    check_prompt(prompt, tokens, seed)
+    check_message(message, tokens, seed)
+    how = tokens, seed + message.tries, sample or message.tries > 0
     with chats.lent_models(run, visitor) as models, models.readers(key, chat.settings.window) as readers, explained():
-        ids = chats.turn_tokens(chat, models.tokenizer, prompt)
+        earlier, prompt = chats.turn_prompt(chat, models, message)
         goes_on = chats.is_templated(chat.settings, models.tokenizer)
-        check_room(run, chat, len(ids), tokens)
-        for progress in catch_up(readers, chat.heard):
+        check_room(run, chat, len(earlier) + len(prompt.tokens), tokens)
+        for progress in catch_up(readers, chat, models):
             yield chat, progress
         talking = readers if goes_on else [reader.fork() for reader in readers]
-        for update in side_by_side.write_in_turns(talking, models.tokenizer, prompt, ids, tokens, seed, sample):
+        before = {reader.subject.name: len(reader.tokens) for reader in talking}
+        if earlier:
+            for progress in read_in_turns(talking, [earlier] * len(talking)):
+                yield chat, progress
+        for update in write_in_turns(talking, models.tokenizer, message.text, prompt.tokens, *how, prompt.pictures):
             if isinstance(update, Comparison):
                 heard = collect_heard(talking) if goes_on else chat.heard
-                turns = (*chat.turns, update)[-chats.MAX_TURNS :]
-                counts = {name: len(chat.heard.get(name, ())) for name in heard}
-                yield replace(chat, heard=heard, turns=turns, templated=goes_on, before=counts), update
+                turns = *chat.turns, Turn(message, before, update)
+                kept = turns if goes_on else turns[-chats.MAX_TURNS :]
+                yield replace(chat, heard=heard, turns=kept, templated=goes_on), update
             else:
                 yield chat, update
 
 
-def catch_up(readers: list[Reader], heard: Mapping[str, Sequence[int]]) -> Iterator[StateSizes]:
-    """Let readers catch up with what their models have heard; a reader without its state reads all of it again."""
+def catch_up(readers: list[Reader], chat: Chat, models: Models) -> Iterator[StateSizes]:
+    """Let readers catch up with what their models have heard.
+
+    If one is without its state, all read everything again, and see the pictures again.
+    """
     from linearizer.evaluate.side_by_side import read_in_turns
 
-    texts = [heard.get(reader.subject.name, []) for reader in readers]
-    readers[:] = [reader.before(text) for reader, text in zip(readers, texts, strict=True)]
-    missing = [text[len(reader.tokens) :] for reader, text in zip(readers, texts, strict=True)]
-    if any(missing):
-        yield from read_in_turns(readers, missing, again=any(not reader.tokens for reader in readers))
+    texts = [chat.heard.get(reader.subject.name, []) for reader in readers]
+    if any(reader.before(text) is not reader for reader, text in zip(readers, texts, strict=True)):
+        readers[:] = [reader.restart() for reader in readers]
+    again = any(not reader.tokens for reader in readers)
+
+    def read_to(ends: Sequence[int | None]) -> Iterator[StateSizes]:
+        parts = [text[len(reader.tokens) : end] for reader, text, end in zip(readers, texts, ends, strict=True)]
+        if any(parts):
+            yield from read_in_turns(readers, parts, again)
+
+    for place, turn in enumerate(chat.turns if chat.templated else ()):
+        begins = [turn.before.get(reader.subject.name, 0) for reader in readers]
+        if turn.message.pictures and len(readers[0].tokens) <= begins[0]:
+            earlier, prompt = chats.turn_prompt(replace(chat, turns=chat.turns[:place]), models, turn.message)
+            yield from read_to([begin + len(earlier) for begin in begins])
+            yield from read_in_turns(readers, [prompt.tokens] * len(readers), again, prompt.pictures)
+    yield from read_to([None] * len(readers))
 
 
 def collect_heard(readers: Sequence[Reader]) -> dict[str, list[int]]:
@@ -176,6 +199,12 @@ def has_student(run: Run) -> bool:
     return run.checkpoint.is_dir() or is_example(run)
 
 
+def reads_pictures(run: Run) -> bool:
+    """Whether the student of a run reads pictures."""
+    is_whole = not run.is_encoder_run and run.has_file("inspection.json") and run.inspection.reads_pictures
+    return is_whole and has_student(run)
+
+
 def require_student(run: Run) -> Run:
     refuse_encoder(run)
     if not has_student(run):
@@ -183,9 +212,10 @@ def require_student(run: Run) -> Run:
     return run
 
 
-def check_prompt(prompt: str, tokens: int, seed: int) -> None:
+def check_message(message: Message, tokens: int, seed: int) -> None:
     """Refuse, before models are loaded, an empty prompt, and too many characters or tokens for the page."""
     options_of(Plan)["seed"].check(seed)
+    prompt = message.text
     if not prompt.strip():
         raise RequestError("the prompt is empty: write a text to continue")
     too_long = on_space() and len(prompt) > limits.MAX_DOCUMENT_CHARACTERS

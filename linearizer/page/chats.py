@@ -7,12 +7,14 @@ page that is loaded again finds its chat.
 
 from __future__ import annotations
 
+import io
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from linearizer.evaluate.side_by_side import Reader
     from linearizer.evaluate.subjects import Subject
     from linearizer.run.results import Comparison
+    from linearizer.teacher.picture_prompts import Prompt
 
 WAIT_SECONDS = 120  # for other visitors who use the models
 MAX_NAME = 100  # characters of a chat's name
@@ -54,11 +57,21 @@ class Document:
 
 
 class Message(NamedTuple):
-    """A message of a visitor that is not answered yet."""
+    """What a visitor says."""
 
     text: str
     answer: str = ""  # the right one, where it is known
     tries: int = 0  # answers that were taken back: the next one draws other tokens
+    pictures: tuple[bytes, ...] = ()  # files of pictures, which are shown before the text
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A message, and what the models answer."""
+
+    message: Message
+    before: dict[str, int]  # tokens that were heard before it, by model
+    answers: Comparison
 
 
 @dataclass(frozen=True)
@@ -68,10 +81,8 @@ class Chat:
     settings: Settings
     heard: dict[str, list[int]] = field(default_factory=dict)  # tokens before the next turn, by model
     document: Document | None = None
-    turns: tuple[Comparison, ...] = ()
+    turns: tuple[Turn, ...] = ()
     templated: bool = False  # whether turns follow each other; else each follows the document
-    before: dict[str, int] = field(default_factory=dict)  # tokens heard before the last turn, by model
-    message: Message | None = None  # of the last turn
 
     @property
     def tokens(self) -> int:
@@ -79,8 +90,9 @@ class Chat:
 
     def take_back(self) -> Chat:
         """Return the chat without its last turn."""
-        heard = {name: tokens[: self.before.get(name)] for name, tokens in self.heard.items()}
-        return replace(self, heard=heard, turns=self.turns[:-1], before={}, message=None)
+        before = self.turns[-1].before
+        heard = {name: tokens[: before.get(name)] for name, tokens in self.heard.items()}
+        return replace(self, heard=heard, turns=self.turns[:-1])
 
 
 def is_templated(settings: Settings, tokenizer: Any) -> bool:
@@ -96,16 +108,31 @@ def document_tokens(settings: Settings, tokenizer: Any, text: str) -> list[int]:
     return tokens_of(tokenizer, turn_texts(tokenizer, settings.system).opening + text, False)
 
 
-def turn_tokens(chat: Chat, tokenizer: Any, prompt: str) -> list[int]:
-    """Turn a visitor's prompt into tokens that follow what was heard."""
+def turn_prompt(chat: Chat, models: Models, message: Message) -> tuple[list[int], Prompt]:
+    """Turn a message into tokens that follow what was heard, and, if it has pictures, the tokens before these."""
     from linearizer.teacher.chat_template import BETWEEN, tokens_of, turn_texts
+    from linearizer.teacher.picture_prompts import Pictures, Prompt, make_prompt
 
-    settings, joined = chat.settings, BETWEEN + prompt if chat.document else prompt
-    if not is_templated(settings, tokenizer):
-        return tokens_of(tokenizer, joined, not chat.document)
-    opening, separator, closing = turn_texts(tokenizer, settings.system)
-    turn_text = separator + prompt if chat.turns else joined if chat.document else opening + prompt
-    return tokens_of(tokenizer, turn_text + closing, False)
+    settings, tokenizer, opening, closing = chat.settings, models.tokenizer, "", ""
+    templated = is_templated(settings, tokenizer)
+    if templated:
+        opening, separator, closing = turn_texts(tokenizer, settings.system)
+    before = separator if templated and chat.turns else BETWEEN if chat.document else opening
+    is_first = not (chat.document or templated and chat.turns)
+    if not message.pictures:
+        text = before + message.text + closing
+        return [], Prompt(tokens_of(tokenizer, text, is_first and not templated), Pictures())
+    begins = is_first and not (templated and settings.system)
+    earlier = [] if begins else tokens_of(tokenizer, before, False)
+    pictures = [open_picture(content) for content in message.pictures]
+    return earlier, make_prompt(tokenizer, models.processor, message.text, pictures, begins, raw=not templated)
+
+
+def open_picture(content: bytes) -> Any:
+    """Open the file of a picture of a message."""
+    from PIL import Image
+
+    return Image.open(io.BytesIO(content))
 
 
 CHATS: OrderedDict[Key, tuple[float, Chat]] = OrderedDict()
@@ -216,10 +243,17 @@ def end_chat(key: Key | None) -> None:
 class Models:
     """Teacher, student and a plain window of the student's bytes."""
 
-    run_key: tuple[Path, str]
+    run: Run
     subjects: tuple[Subject, ...]
     tokenizer: Any
     kept: OrderedDict[Key, list[Reader]] = field(default_factory=OrderedDict)
+
+    @cached_property
+    def processor(self) -> Any:
+        """What prepares pictures; None: the models read none."""
+        from linearizer.method.checkpoint import load_processor_of
+
+        return load_processor_of(self.run)
 
     @contextmanager
     def readers(self, key: Key | None, window: bool) -> Iterator[list[Reader]]:
@@ -261,7 +295,7 @@ def lent_models(run: Run, visitor: Visitor) -> Iterator[Models]:
     if not MODELS_LOCK.acquire(timeout=WAIT_SECONDS):
         raise RequestError("other visitors are comparing: try again in a minute")
     try:
-        if not LOADED or LOADED[0].run_key != run.key:
+        if not LOADED or LOADED[0].run.key != run.key:
             LOADED.clear()
             LOADED.append(load(run, visitor))
         yield LOADED[0]
@@ -279,7 +313,7 @@ def load(run: Run, visitor: Visitor) -> Models:
         with assembled(run, visitor.token) as setup:
             if setup.teacher is None:
                 raise ModelNotAvailable(setup.alone or "the teacher is not available: nothing can be compared")
-    return Models(run.key, tuple(setup.subjects(run.positions)), setup.tokenizer)
+    return Models(run, tuple(setup.subjects(run.positions)), setup.tokenizer)
 
 
 def forget_states(key: Key) -> None:

@@ -6,9 +6,12 @@ comes from the chat, which the server keeps: a page that is loaded again shows i
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -23,6 +26,8 @@ from linearizer.page.chats import Chat, Key, Message, Settings
 from linearizer.report.markup import message_box, values_list
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from linearizer.run.results import Comparison, Side, StateSizes
 
 ABOUT = (
@@ -31,13 +36,18 @@ ABOUT = (
 )
 COLUMNS = {"teacher": "Teacher", "student": "Student", "window": "Plain window"}
 HEADS = {name: f"{name}_head" for name in COLUMNS}
-OUTPUTS = ("as_chat", "prompt", "answer", "chat_note", *HEADS.values(), *COLUMNS)
-Choices = tuple[str, int, int, bool, Settings]  # of an answer: its prompt, tokens, seed, whether it is drawn, manner
+DRAFT = ("drafted", "drafts", "drop_pictures")  # pictures that are not sent yet, what shows them and drops them
+OUTPUTS = ("as_chat", "prompt", "answer", "chat_note", *DRAFT, *HEADS.values(), *COLUMNS)
 NAME = "page"  # of the chat that all pages of a visitor show of a run
 LOADING = "Loading the models."
 TAKE = "text => [text, '']"  # the field is empty at once, for the next message
 MIN_TIMED_TOKENS = 16  # written: with fewer, the pace is chance and is not shown
 SHOWN_BEGIN, SHOWN_END = 80, 160  # characters of a long prompt
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of pictures
+MAX_PIXELS, MAX_SIDE, SHOWN_SIDE = 50_000_000, 1536, 240  # of a picture as sent, as kept, as shown
+TOO_LARGE = f"the picture has more than {MAX_PIXELS // 10**6} million points: send a smaller one"
+MAX_PICTURES = 8  # of a chat
+NO_PICTURE = "the file is no picture that can be read: send a whole PNG, JPEG, WebP, GIF, BMP or TIFF file"
 
 
 def place(ui: SimpleNamespace) -> None:
@@ -55,6 +65,7 @@ def place(ui: SimpleNamespace) -> None:
         label="Message", placeholder="Enter sends it, Shift+Enter breaks the line", max_lines=8, elem_id="prompt"
     )
     ui.message = gr.Textbox(visible="hidden", label="what is sent")
+    ui.drafted, ui.drafts = gr.State(()), gr.HTML(elem_id="drafts")
     with gr.Row(elem_id="prompts", elem_classes="lz-chips"):
         titles = (*chat.SAMPLE_PROMPTS, *chat.MEMORY_PROMPTS)
         ui.prompts = {title: gr.Button(title, size="sm", min_width=90) for title in titles}
@@ -63,6 +74,9 @@ def place(ui: SimpleNamespace) -> None:
         ui.stop_writing = gr.Button("Stop", elem_id="stop-writing", min_width=120)
         look = {"size": "lg", "min_width": 120, "interactive": False, "elem_id": "file"}
         ui.file = gr.UploadButton("Read a file", file_types=["text", ".md", ".pdf"], type="filepath", **look)
+        look |= {"visible": False, "interactive": True, "elem_id": "picture"}
+        ui.picture = gr.UploadButton("Add a picture", file_types=["image"], type="filepath", **look)
+        ui.drop_pictures = gr.Button("Leave the picture out", visible=False, elem_id="drop-pictures", min_width=120)
         ui.end_chat = gr.Button("New chat", elem_id="end-chat", min_width=120)
     place_manner(ui)
 
@@ -95,12 +109,14 @@ def wire(ui: SimpleNamespace) -> None:
     turn: dict[str, Any] = {**many, "queue": True, "concurrency_limit": 1, "concurrency_id": "chat"}
     triggers = [ui.compare.click, ui.prompt.submit]
     taken = gr.on(triggers, None, ui.prompt, [ui.message, ui.prompt], js=TAKE, **many)
-    sent = taken.then(send, [ui.memory, ui.message, ui.answer, *how], outputs, **many)
+    sent = taken.then(send, [ui.memory, ui.message, ui.answer, ui.drafted, *how], outputs, **many)
     retried = gr.on([getattr(ui, name).retry for name in COLUMNS], retry, ui.memory, outputs, **many)
     for event in (sent, retried):
         event.then(answer, [ui.memory, *how, *manner], outputs, **turn)
     ui.file.upload(read_file, [ui.memory, ui.file, *manner], outputs, **turn)
-    ui.stop_writing.click(stop, [ui.memory, ui.prompt], outputs, **QUICK)
+    ui.picture.upload(add_picture, [ui.memory, ui.picture, ui.drafted], outputs, **QUICK)
+    ui.drop_pictures.click(lambda: update(**draft(())), None, outputs, **QUICK)
+    ui.stop_writing.click(stop, [ui.memory, ui.prompt, ui.drafted], outputs, **QUICK)
     ui.end_chat.click(end, ui.memory, outputs, **QUICK)
     ui.with_window.change(lambda is_shown: gr.Column(visible=bool(is_shown)), ui.with_window, ui.window_place, **QUICK)
     for title, button in ui.prompts.items():
@@ -121,8 +137,10 @@ def key_of(browser: Browser) -> Key:
 def show(key: Key) -> dict[str, Any]:
     """Show a chat: its turns, what is not answered yet, and what each model remembers."""
     talk = chats.look_up(key) or Chat(Settings())
-    shown: dict[str, Any] = columns_of(talk, [message.text for message in chats.asked(key)])
-    return shown | (heads_of_turn(talk.turns[-1]) if talk.turns else {HEADS[name]: head_card(name) for name in HEADS})
+    shown: dict[str, Any] = columns_of(talk, chats.asked(key))
+    return shown | (
+        heads_of_turn(talk.turns[-1].answers) if talk.turns else {HEADS[name]: head_card(name) for name in HEADS}
+    )
 
 
 def show_kept(browser: Browser, another: bool = False) -> dict[str, Any]:
@@ -134,22 +152,44 @@ def show_kept(browser: Browser, another: bool = False) -> dict[str, Any]:
     return {}
 
 
-def columns_of(talk: Chat, waiting: Sequence[str]) -> dict[str, Any]:
+def columns_of(talk: Chat, waiting: Sequence[Message]) -> dict[str, Any]:
     """Write the messages of each column; only chats are read as Markdown, as what continues a text is plain."""
     columns = {}
     for name in COLUMNS:
-        messages = [] if talk.document is None else [of_user(document_line(talk.document))]
-        for turn in talk.turns:
-            side: Side | None = getattr(turn, name)
+        messages = [] if talk.document is None else [of_user(Message(document_line(talk.document)))]
+        for turn in talk.turns[-chats.MAX_TURNS :]:
+            side: Side | None = getattr(turn.answers, name)
             text = "" if side is None else side.text or "(ended at once)" * bool(side.tokens)
-            messages += [of_user(shorten(turn.prompt)), {"role": "assistant", "content": text}]
-        messages += [of_user(shorten(text)) for text in waiting]
+            messages += [of_user(turn.message), {"role": "assistant", "content": text}]
+        messages += map(of_user, waiting)
         columns[name] = gr.update(value=messages, render_markdown=talk.templated)
     return columns
 
 
-def of_user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
+def of_user(message: Message) -> dict[str, Any]:
+    """Write what a user says: the pictures, and the text."""
+    pictures = [gr.HTML(picture_html(content), render=False) for content in message.pictures]
+    return {"role": "user", "content": [*pictures, shorten(message.text)] if pictures else shorten(message.text)}
+
+
+@lru_cache(maxsize=64)  # an answer is drawn a few times a second
+def picture_html(content: bytes) -> str:
+    """Show a small copy of a picture, which lies in no file."""
+    small = chats.open_picture(content)
+    small.thumbnail((SHOWN_SIDE, SHOWN_SIDE))
+    source = f"data:image/jpeg;base64,{base64.b64encode(write_picture(small)).decode()}"
+    return f'<img class="lz-picture" alt="The picture that was sent" src="{source}">'
+
+
+def write_picture(picture: Image.Image) -> bytes:
+    picture.save(file := io.BytesIO(), "JPEG", quality=95)
+    return file.getvalue()
+
+
+def draft(pictures: Sequence[bytes]) -> dict[str, Any]:
+    """Show the pictures that the next message has."""
+    shown = gr.HTML("".join(map(picture_html, pictures)))
+    return {"drafted": tuple(pictures), "drafts": shown, "drop_pictures": gr.Button(visible=bool(pictures))}
 
 
 def document_line(document: chats.Document) -> str:
@@ -234,16 +274,53 @@ def same_tokens(teacher: Side, side: Side) -> int:
 
 
 @handler
-def send(browser: Browser, prompt: str, answer: str, tokens: float, seed: float, sample: bool) -> list[Any]:
+def send(
+    browser: Browser, prompt: str, answer: str, pictures: tuple[bytes, ...], tokens: float, seed: float, sample: bool
+) -> list[Any]:
     """Show a message at once, and let it wait for its turn; refuse one that no model can answer."""
+    message = Message(prompt or "", answer, pictures=tuple(pictures or ()))
     try:
         chat.require_student(browser.find_run())
-        chat.check_prompt(prompt or "", *read_how(tokens, seed, sample)[:2])
-        chats.ask(key := key_of(browser), Message(prompt, answer))
+        chat.check_message(message, *read_how(tokens, seed, sample)[:2])
+        chats.ask(key := key_of(browser), message)
     except LinearizerError as error:
         return update(prompt=prompt or "", chat_note=message_box(str(error), "bad"))
     note = "It waits for its turn." if chats.is_answering(key) else LOADING
-    return update(**show(key), answer="", chat_note=message_box(note))
+    return update(**show(key), **draft(()), answer="", chat_note=message_box(note))
+
+
+@handler
+def add_picture(browser: Browser, path: str | None, drafted: tuple[bytes, ...]) -> list[Any]:
+    """Let the next message show a picture."""
+    try:
+        picture, shown = take_picture(path), len(drafted or ())
+        if (talk := chats.look_up(key := key_of(browser))) is not None:
+            shown += sum(len(turn.message.pictures) for turn in talk.turns)
+        if shown + sum(len(message.pictures) for message in chats.asked(key)) >= MAX_PICTURES:
+            raise RequestError(f"a chat shows at most {MAX_PICTURES} pictures: begin a new chat")
+    except LinearizerError as error:
+        return update(chat_note=message_box(str(error), "bad"))
+    return update(**draft((*(drafted or ()), picture)), chat_note="")
+
+
+def take_picture(path: str | None) -> bytes:
+    """Return a picture that a visitor has sent, of bounded size and without what cameras add; delete its file."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path or os.devnull, formats=FORMATS) as sent:
+            if sent.width * sent.height > MAX_PIXELS:
+                raise Image.DecompressionBombError
+            picture = ImageOps.exif_transpose(sent).convert("RGB")
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise RequestError(TOO_LARGE) from error
+    except Exception as error:  # formats raise errors of many types
+        raise RequestError(NO_PICTURE) from error
+    finally:
+        if path:
+            Path(path).unlink(missing_ok=True)
+    picture.thumbnail((MAX_SIDE, MAX_SIDE))
+    return write_picture(picture)
 
 
 @handler
@@ -253,7 +330,7 @@ def retry(browser: Browser) -> list[Any]:
     talk = chats.look_up(key)
     if chats.is_answering(key) or talk is None or not talk.turns:
         return update(chat_note=message_box("A message is being answered: wait for it, or press Stop.", "bad"))
-    last = talk.message or Message(talk.turns[-1].prompt)
+    last = talk.turns[-1].message
     chats.keep_chat(key, talk.take_back())
     chats.ask(key, last._replace(tries=last.tries + 1), first=True)
     return update(**show(key), chat_note=message_box(LOADING))
@@ -270,40 +347,38 @@ def read_settings(as_chat: bool, system: str, window: bool) -> Settings:
 @handler
 def answer(browser: Browser, tokens: float, seed: float, sample: bool, *manner: Any) -> Iterator[list[Any]]:
     """Let all models answer the message that waits longest; one that cannot be answered returns to its field."""
-    key, (count, first_seed, draws) = key_of(browser), read_how(tokens, seed, sample)
+    key = key_of(browser)
     if not (waiting := chats.asked(key)):
         yield update()  # it was taken back meanwhile
         return
     message = waiting[0]
-    choices = message.text, count, first_seed + message.tries, draws or message.tries > 0, read_settings(*manner)
     try:
-        yield from show_answers(browser, key, message, choices)
+        yield from show_answers(browser, key, message, read_how(tokens, seed, sample), read_settings(*manner))
     except LinearizerError as error:
         chats.take_asked(key)
-        yield update(**show(key), prompt=message.text, chat_note=message_box(str(error), "bad"))
+        returned = {"prompt": message.text, **draft(message.pictures)}
+        yield update(**show(key), **returned, chat_note=message_box(str(error), "bad"))
 
 
-def show_answers(browser: Browser, key: Key, message: Message, choices: Choices) -> Iterator[list[Any]]:
+def show_answers(
+    browser: Browser, key: Key, message: Message, how: tuple[int, int, bool], settings: Settings
+) -> Iterator[list[Any]]:
     """Show what the models read and write until the message is answered, or should not be."""
     from linearizer.run.results import StateSizes
 
     turn: Comparison | None = None
     talk = chats.look_up(key)
     before = talk.tokens if talk else 0
-    for talk, news in chat.compare_models(browser.visitor, browser.run_name, *choices, NAME):
+    for talk, news in chat.compare_models(browser.visitor, browser.run_name, message, *how, settings, NAME):
         if isinstance(news, StateSizes):
             heads = heads_of_reading(news, 0 if news.again else before)
             yield update(**heads, chat_note=reading_note(news, "the prompt"))
         else:
             if turn is None:
                 chats.take_asked(key)
-            turn, waiting = news, [each.text for each in chats.asked(key)]
-            yield update(**columns_of(talk, waiting), **heads_of_turn(news), chat_note="")
-    if turn is None or talk is None:
-        yield update(**show(key))
-        return
-    chats.keep_chat(key, Chat(**{**vars(talk), "message": message}))
-    yield update(**show(key), chat_note=turn_note(turn, message.answer))
+            turn = news
+            yield update(**columns_of(talk, chats.asked(key)), **heads_of_turn(news), chat_note="")
+    yield update(**show(key), **({} if turn is None else {"chat_note": turn_note(turn, message.answer)}))
 
 
 @handler
@@ -317,8 +392,7 @@ def read_file(browser: Browser, path: str | None, *manner: Any) -> Iterator[list
         assert isinstance(news, StateSizes), "nothing is written"
         yield update(**heads_of_reading(news, 0), chat_note=reading_note(news, "the document"))
     if (talk := chats.look_up(key)) is not None and talk.document is not None:
-        waiting = [message.text for message in chats.asked(key)]
-        yield update(**columns_of(talk, waiting), chat_note=message_box("Now ask about the document."))
+        yield update(**columns_of(talk, chats.asked(key)), chat_note=message_box("Now ask about the document."))
 
 
 def take_text(path: str | None) -> str:
@@ -335,18 +409,19 @@ def take_text(path: str | None) -> str:
 
 
 @handler
-def stop(browser: Browser, prompt: str) -> list[Any]:
+def stop(browser: Browser, prompt: str, drafted: tuple[bytes, ...]) -> list[Any]:
     """Stop what is being read or written; messages that wait return to the field."""
-    left = chats.stop(key := key_of(browser))
-    texts = [prompt or "", *(message.text for message in left)]
-    return update(**show(key), prompt="\n".join(filter(None, texts)), chat_note=message_box("Stopped."))
+    left = [Message(prompt or "", pictures=tuple(drafted or ())), *chats.stop(key := key_of(browser))]
+    text = "\n".join(message.text for message in left if message.text)
+    pictures = draft([picture for message in left for picture in message.pictures])
+    return update(**show(key), **pictures, prompt=text, chat_note=message_box("Stopped."))
 
 
 @handler
 def end(browser: Browser) -> list[Any]:
     """Begin a new chat, in the template of the model; forget what was read and said."""
     actions.end_chat(browser.visitor, browser.run_name, NAME)
-    return update(**show(key_of(browser)), as_chat=True, answer="", chat_note="")
+    return update(**show(key_of(browser)), **draft(()), as_chat=True, answer="", chat_note="")
 
 
 def take_prompt(title: str) -> Any:

@@ -36,7 +36,12 @@ POLL_SECONDS = 3.0  # between two polls of a live run
 PLOTS = ("curves", "losses")
 TEXTS = ("verdict", "usage")
 LOCKED = {"compare": gr.Button, "file": gr.UploadButton, "branch": gr.Button}  # until a step of the run is reached
-OFFERS = {"download": "student", "to_chat": "compare", "to_publish": "student"}  # what each needs
+OFFERS = {
+    "download": "student",
+    "to_chat": "compare",
+    "to_publish": "student",
+    "picture": "pictures",
+}  # what each needs
 TABS = ("step_2", "step_3", "step_4", "step_5", "step_6")
 PLACES = ("colour", "awaited", "all")
 PARTS = tuple(f"{part}_{piece}" for part in PART_VIEWS for piece in ("place", "tables", "chart"))
@@ -115,7 +120,7 @@ def draw_changes(browser: Browser, drawn_marks: dict[str, str], at: float, touch
         drawn["step_4"] = gr.Tab(visible=changed["trains"], interactive=True)
     if "can" in changed:
         drawn |= {name: gr.Button(visible=changed["can"][name]) for name in RUN_ACTIONS}
-        drawn |= {name: gr.Button(visible=changed["can"][needed]) for name, needed in OFFERS.items()}
+        drawn |= {name: gr.update(visible=changed["can"][needed]) for name, needed in OFFERS.items()}
     drawing = changed.get("shares" if "shares" in parts else "measuring")
     if drawing is not None and not touched:
         drawn |= draw_heads(drawing)
@@ -177,7 +182,7 @@ def show_nothing() -> dict[str, Any]:
     updates: dict[str, Any] = dict.fromkeys((*PLOTS, "needs", "held")) | dict.fromkeys(
         (*TEXTS, "other_card", "sent"), ""
     )
-    updates |= {name: gr.Button(visible=False) for name in (*RUN_ACTIONS, *OFFERS)}
+    updates |= {name: gr.update(visible=False) for name in (*RUN_ACTIONS, *OFFERS)}
     updates |= {name: part(interactive=False) for name, part in LOCKED.items()}
     updates |= {"evaluate": gr.Button(interactive=False), "stop_evaluating": gr.Button(visible=False)}
     for part in PART_VIEWS:

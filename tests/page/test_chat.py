@@ -10,7 +10,7 @@ from linearizer.errors import RequestError
 from linearizer.evaluate import side_by_side
 from linearizer.page import chat, chats, compare, limits
 from linearizer.page.calls import Browser
-from linearizer.page.chats import Settings
+from linearizer.page.chats import Message, Settings
 from linearizer.page.visitors import find_visitor
 from linearizer.run.results import Comparison, StateSizes
 
@@ -42,7 +42,8 @@ def models(visitor):
 
 
 def said(visitor, prompt, settings=Settings(), name="talk", tokens=6):  # noqa: B008
-    return list(chat.compare_models(visitor, "run", prompt, tokens, 0, False, settings, name))
+    message = prompt if isinstance(prompt, Message) else Message(prompt)
+    return list(chat.compare_models(visitor, "run", message, tokens, 0, False, settings, name))
 
 
 def texts(values):
@@ -56,7 +57,7 @@ def test_a_chat_hears_what_the_template_of_the_model_writes(visitor, models):
     for prompt in ("Where?", "When?"):
         (talk, last) = said(visitor, prompt, settings)[-1]
     for name in ("teacher", "student", "window"):
-        first, second = (getattr(turn, name).text for turn in talk.turns)
+        first, second = (getattr(turn.answers, name).text for turn in talk.turns)
         turns = [f"{TEXT}\n\nWhere?", first, "When?", second]
         roles = [{"role": ("user", "assistant")[place % 2], "content": turn} for place, turn in enumerate(turns)]
         written = models.tokenizer.apply_chat_template(
@@ -103,7 +104,7 @@ def column(updates, name="student"):
 
 def ask_page(prompt, answer=""):
     """Send a message as the page does; what answers it goes on when it is iterated."""
-    sent = compare.send(MEMORY, None, None, prompt, answer, 4, 0, False)
+    sent = compare.send(MEMORY, None, None, prompt, answer, (), 4, 0, False)
     return sent, compare.answer(MEMORY, None, None, 4, 0, False, True, "", True)
 
 
@@ -125,12 +126,12 @@ def test_messages_wait_in_view_and_all_turns_stay_also_on_a_page_that_is_opened_
 def test_a_message_that_cannot_be_answered_is_refused_before_any_model_is_loaded(visitor, monkeypatch):
     monkeypatch.setattr(chats, "lent_models", None)
     for prompt in ("", " \n", None):
-        refused = shown(compare.send(MEMORY, None, None, prompt, "", 4, 0, False))
+        refused = shown(compare.send(MEMORY, None, None, prompt, "", (), 4, 0, False))
         assert "the prompt is empty" in refused["chat_note"] and "Loading" not in str(refused)
     for number in range(chats.MAX_WAITING + 1):
-        last = shown(compare.send(MEMORY, None, None, f"{number}", "", 4, 0, False))
+        last = shown(compare.send(MEMORY, None, None, f"{number}", "", (), 4, 0, False))
     assert "8 messages wait for an answer" in last["chat_note"]
-    stopped = shown(compare.stop(MEMORY, None, None, "typed"))
+    stopped = shown(compare.stop(MEMORY, None, None, "typed", ()))
     assert stopped["prompt"] == "\n".join(["typed", *map(str, range(chats.MAX_WAITING))])
 
 
@@ -143,19 +144,20 @@ def test_a_retry_takes_the_last_turn_back_and_draws_another(visitor, models):
     *_, again = compare.answer(MEMORY, None, None, 4, 0, False, True, "", True)
     after = chats.look_up(key)
     assert column(again)[::2] == ["Where?", "When?"] and after.turns[0] == before.turns[0]
-    assert after.message.tries == 1 and after.before == before.before
-    assert after.turns[1].teacher.tokens_read == before.turns[1].teacher.tokens_read
+    (*_, first), (*_, second) = before.turns, after.turns
+    assert second.message.tries == 1 and second.before == first.before
+    assert second.answers.teacher.tokens_read == first.answers.teacher.tokens_read
 
 
 def test_a_stop_ends_what_is_written_and_keeps_it(visitor, models, monkeypatch):
     monkeypatch.setattr(side_by_side, "UPDATE_SECONDS", 0.0)
-    compare.send(MEMORY, None, None, "Where?", "", 200, 0, False)
+    compare.send(MEMORY, None, None, "Where?", "", (), 200, 0, False)
     answering = compare.answer(MEMORY, None, None, 200, 0, False, True, "", True)
     while len(shown(next(answering))["student"].get("value", [])) < 2:
         pass
-    compare.stop(MEMORY, None, None, "")
+    compare.stop(MEMORY, None, None, "", ())
     *_, end = answering
-    assert len(column(end)) == 2 and chats.look_up(compare.key_of(Browser(MEMORY))).turns[0].teacher.tokens < 9
+    assert len(column(end)) == 2 and chats.look_up(compare.key_of(Browser(MEMORY))).turns[0].answers.teacher.tokens < 9
     assert not chats.is_answering(compare.key_of(Browser(MEMORY)))
 
 
@@ -168,7 +170,7 @@ def test_a_stop_leaves_what_was_read_by_then(visitor, models):
     values = said(visitor, "Where?")
     assert not any(isinstance(now, StateSizes) and now.again for _, now in values)
     assert held.tokens < values[-1][1].teacher.tokens_read < held.total
-    writing = chat.compare_models(visitor, "run", "And?", 200, 0, False, Settings(), "talk")
+    writing = chat.compare_models(visitor, "run", Message("And?"), 200, 0, False, Settings(), "talk")
     for _, now in writing:
         if isinstance(now, Comparison):
             break
@@ -273,7 +275,7 @@ def test_a_prompt_that_needs_memory_begins_a_chat_of_its_own_and_its_answer_is_j
     list(chat.read_document(visitor, "run", TEXT, Settings(), compare.NAME))
     taken = shown(compare.take_prompt(chat.WORD)(MEMORY, None, None, 6))
     assert not taken["as_chat"] and "tokens back" in taken["chat_note"]
-    compare.send(MEMORY, None, None, taken["prompt"], taken["answer"], 6, 0, False)
+    compare.send(MEMORY, None, None, taken["prompt"], taken["answer"], (), 6, 0, False)
     *_, end = compare.answer(MEMORY, None, None, 6, 0, False, False, "", True)
     assert "the teacher wrong" in shown(end)["chat_note"] and f"“{taken['answer']}”" in shown(end)["chat_note"]
     assert chats.look_up(compare.key_of(Browser(MEMORY))).document is None
