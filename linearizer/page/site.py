@@ -122,7 +122,7 @@ def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
 
 
 def wire_model(ui: SimpleNamespace) -> None:
-    parts = {**vars(ui), **ui.encoder_fields}
+    parts = {**vars(ui), **ui.encoder_fields, "text_only": ui.fields["text_only"]}
     outputs = [ui.model_card, ui.inspection, ui.to_budget, ui.step_2, *(parts[name] for name in plan_handlers.FORM)]
     ui.model.key_up(handlers.search_models, ui.memory, ui.model, **{**QUICK, "trigger_mode": "always_last"})
     # queued, because otherwise Gradio would not report the change of the inspection's State to the page

@@ -1,18 +1,21 @@
 """A chat shows pictures to models that read them, and shows them again to models that have lost what they remember."""
 
 import io
+import shutil
 
 import pytest
 from PIL import Image
 
 from linearizer import pipeline
-from linearizer.page import chat, chats, compare
+from linearizer.page import chat, chats, compare, planning
 from linearizer.page.calls import Browser
 from linearizer.page.chats import Message, Settings
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.results import Comparison, StateSizes
+from tests.support.page_server import LONG, looking, shown, wait_until_true
+from tests.support.page_steps import choose_demo, unfold, upload
 from tests.support.whole_models import save_picture, save_with_processor
 
 MEMORY = {"run": "run"}
@@ -87,6 +90,46 @@ def test_the_first_picture_of_a_chat_is_answered_as_on_the_command_line(visitor,
     expected: Comparison = finish(asked)
     assert (last.teacher.text, last.student.text) == (expected.teacher.text, expected.student.text)
     assert last.prompt_tokens == expected.prompt_tokens
+
+
+def test_a_plan_that_leaves_pictures_out_is_judged_by_the_text_tower(whole_run, root):
+    chosen = planning.examine_model(find_visitor(), str(whole_run.parent / "whole"))
+    whole, text = (chosen.plan(chosen.inspection.name, 64, "Quick", {"text_only": only}) for only in (False, True))
+    assert chosen.part_for(whole).reads_pictures and not chosen.part_for(text).reads_pictures
+    assert chosen.forecast(text).memory_bytes < chosen.forecast(whole).memory_bytes
+    assert planning.examine_model(find_visitor(), "demo").tower is None
+
+
+def test_a_picture_is_sent_with_a_message_and_stays_in_its_turn(whole_run, local, browser):
+    shutil.copytree(whole_run / "run", local.runs / "pictures")
+    Image.new("RGB", (20, 24), "red").save(file := io.BytesIO(), "PNG")
+    with looking(browser, f"{local.url}?run=pictures") as page:
+        page.click("#to-chat")
+        page.wait_for_selector("#picture", state="visible", timeout=LONG)
+        upload(page, "#picture", b"words", "words.png", "image/png")
+        shown(page, "#chat-note", "is no picture that can be read")
+        upload(page, "#picture", file.getvalue(), "red.png", "image/png")
+        page.wait_for_selector("#drafts img", timeout=LONG)
+        page.locator("#prompt textarea").fill("What is it?")
+        page.locator("#prompt textarea").press("Enter")
+        page.wait_for_selector("#drafts img", state="detached")
+        wait_until_true(page, "document.querySelectorAll('#student .bot.message').length == 1", timeout=LONG)
+        for column in compare.COLUMNS:
+            assert page.locator(f"#{column} img.lz-picture").evaluate("image => image.naturalWidth") == 20
+        page.reload()
+        page.wait_for_selector("#student img.lz-picture", timeout=LONG)
+        assert page.locator("#student .bot.message").inner_text()
+    with looking(browser, local.url) as page:
+        page.locator("#model input").fill(str(whole_run.parent / "whole"))
+        page.locator("#model input").press("Enter")
+        shown(page, "#model-card", "its student reads pictures, too", LONG)
+        page.click("#to-budget")
+        unfold(page, "Change how")
+        unfold(page, "Advanced")
+        page.wait_for_selector("#option-text_only", state="visible")
+        page.get_by_role("tab", name="Model").click()
+        choose_demo(page)
+        page.wait_for_selector("#option-text_only", state="hidden")
 
 
 def test_a_file_that_is_no_picture_is_refused_in_a_sentence_and_deleted(visitor, tmp_path):
