@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from linearizer.errors import FaultError, LinearizerError, RequestError
@@ -86,7 +87,7 @@ def read_in_turns(visitor: Visitor, name: str, key: Key | None, chat: Chat, text
     check_document(text)
     room = prompt_room(run)
     room -= min(ANSWER_ROOM, room // ANSWER_SHARE)
-    with chats.lent_models(run, visitor) as models, models.readers(key, chat.settings.window) as readers, explained():
+    with chats.lent_models(run, visitor) as models, models.readers(key, chat) as readers, explained():
         excerpt = text[: room * TOKEN_CHARACTERS]
         ids = chats.document_tokens(chat.settings, models.tokenizer, excerpt)
         is_complete, readers[:] = len(ids) <= room and excerpt == text, [reader.restart() for reader in readers]
@@ -109,7 +110,7 @@ def answer_in_turns(
     run = require_student(visitor.find_run(name))
     check_message(message, tokens, seed)
     how = tokens, seed + message.tries, sample or message.tries > 0
-    with chats.lent_models(run, visitor) as models, models.readers(key, chat.settings.window) as readers, explained():
+    with chats.lent_models(run, visitor) as models, models.readers(key, chat) as readers, explained():
         earlier, prompt = chats.turn_prompt(chat, models, message)
         goes_on = chats.is_templated(chat.settings, models.tokenizer)
         check_room(run, chat, len(earlier) + len(prompt.tokens), tokens)
@@ -138,8 +139,9 @@ def catch_up(readers: list[Reader], chat: Chat, models: Models) -> Iterator[Stat
     from linearizer.evaluate.side_by_side import read_in_turns
 
     texts = [chat.heard.get(reader.subject.name, []) for reader in readers]
-    if any(reader.before(text) is not reader for reader, text in zip(readers, texts, strict=True)):
-        readers[:] = [reader.restart() for reader in readers]
+    goes_on = all(reader.before(text) is reader for reader, text in zip(readers, texts, strict=True))
+    if not goes_on or (chat.state and not readers[0].tokens):
+        readers[:] = [chats.restart(reader, chat) for reader in readers]
     again = any(not reader.tokens for reader in readers)
 
     def read_to(ends: Sequence[int | None]) -> Iterator[StateSizes]:
@@ -154,6 +156,62 @@ def catch_up(readers: list[Reader], chat: Chat, models: Models) -> Iterator[Stat
             yield from read_to([begin + len(earlier) for begin in begins])
             yield from read_in_turns(readers, [prompt.tokens] * len(readers), again, prompt.pictures)
     yield from read_to([None] * len(readers))
+
+
+def load_state(visitor: Visitor, name: str, path: Path, settings: Settings, chat_name: str) -> Answers:
+    """Begin a new chat with the student's state in a file, which is kept with it; if it is refused, the old one stays.
+
+    The teacher and the window have not read what the state holds, so they do not take part.
+    """
+    key = chats.key_of(visitor, visitor.find_run(name), chat_name)
+    earlier, chat = chats.look_up(key), Chat(settings, state=path)
+    try:
+        yield from keep_while_answering(key, chat, load_in_turns(visitor, name, key, chat))
+    except LinearizerError:
+        path.unlink(missing_ok=True)
+        chats.keep_chat(key, earlier) if earlier else chats.end_chat(key)
+        raise
+
+
+@zerogpu.with_device(COMPARISON_SECONDS)
+def load_in_turns(visitor: Visitor, name: str, key: Key | None, chat: Chat) -> Answers:
+    """Load the state with which a chat begins."""
+    from linearizer.run.results import StateSizes
+    from linearizer.teacher.logits import recurrent_bytes
+
+    run = require_student(visitor.find_run(name))
+    with chats.lent_models(run, visitor) as models, models.readers(key, chat) as readers, explained():
+        readers[:] = [student] = [chats.restart(reader, chat) for reader in readers]
+        tokens, sizes = len(student.tokens), {"student": student.bytes()}
+        loaded = replace(chat, heard=collect_heard(readers))
+        check_room(run, loaded, 1, 1)
+        yield loaded, StateSizes(tokens, tokens, sizes, recurrent_bytes=recurrent_bytes(student.cache))
+
+
+def save_state(visitor: Visitor, name: str, chat_name: str) -> Path:
+    """Write the student's state after a chat to a file, from which the page or `linearizer ask` goes on."""
+    key = chats.key_of(visitor, visitor.find_run(name), chat_name)
+    if (chat := chats.look_up(key)) is None or not chat.heard.get("student"):
+        raise RequestError("this chat has read nothing that a state could keep: send a message or a file first")
+    path = chats.fresh_file()
+    for _ in save_in_turns(visitor, name, key, chat, path):
+        pass
+    return path
+
+
+@zerogpu.with_device(COMPARISON_SECONDS)
+def save_in_turns(visitor: Visitor, name: str, key: Key | None, chat: Chat, path: Path) -> Iterator[StateSizes]:
+    """Let the models catch up with a chat, and write the student's state, ready for what is said next."""
+    from linearizer.serve.state_files import save_state
+
+    run = require_student(visitor.find_run(name))
+    with chats.lent_models(run, visitor) as models, models.readers(key, chat) as readers, explained():
+        yield from catch_up(readers, chat, models)
+        (student,) = (reader.fork() for reader in readers if reader.subject.name == "student")
+        if ending := chats.ending_tokens(chat, models.tokenizer):
+            student.read(ending)
+        with student.subject.prepared() as model:
+            save_state(model, student.cache, path)
 
 
 def collect_heard(readers: Sequence[Reader]) -> dict[str, list[int]]:

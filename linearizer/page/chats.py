@@ -8,14 +8,16 @@ page that is loaded again finds its chat.
 from __future__ import annotations
 
 import io
+import secrets
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from linearizer.errors import ModelNotAvailable, RequestError
@@ -33,6 +35,7 @@ WAIT_SECONDS = 120  # for other visitors who use the models
 MAX_NAME = 100  # characters of a chat's name
 MAX_WAITING = 8  # messages of a chat that are not answered yet
 MAX_TURNS = 50  # of a chat that are shown
+UNKNOWN = -1  # stands for each token that the state in a file has read
 Key = tuple[Path, tuple[Path, str], str]  # the folder of the visitor, the run, and the name of the chat
 
 
@@ -83,10 +86,15 @@ class Chat:
     document: Document | None = None
     turns: tuple[Turn, ...] = ()
     templated: bool = False  # whether turns follow each other; else each follows the document
+    state: Path | None = None  # the file of the student's state with which it began
 
     @property
     def tokens(self) -> int:
         return max(map(len, self.heard.values()), default=0)
+
+    def has(self, name: str) -> bool:
+        """Whether a model takes part; only the student goes on from a state."""
+        return name == "student" if self.state else self.settings.window or name != "window"
 
     def take_back(self) -> Chat:
         """Return the chat without its last turn."""
@@ -117,8 +125,8 @@ def turn_prompt(chat: Chat, models: Models, message: Message) -> tuple[list[int]
     templated = is_templated(settings, tokenizer)
     if templated:
         opening, separator, closing = turn_texts(tokenizer, settings.system)
-    before = separator if templated and chat.turns else BETWEEN if chat.document else opening
-    is_first = not (chat.document or templated and chat.turns)
+    before = separator if templated and chat.turns else BETWEEN if chat.document else "" if chat.state else opening
+    is_first = not (chat.document or chat.state or (templated and chat.turns))
     if not message.pictures:
         text = before + message.text + closing
         return [], Prompt(tokens_of(tokenizer, text, is_first and not templated), Pictures())
@@ -126,6 +134,15 @@ def turn_prompt(chat: Chat, models: Models, message: Message) -> tuple[list[int]
     earlier = [] if begins else tokens_of(tokenizer, before, False)
     pictures = [open_picture(content) for content in message.pictures]
     return earlier, make_prompt(tokenizer, models.processor, message.text, pictures, begins, raw=not templated)
+
+
+def ending_tokens(chat: Chat, tokenizer: Any) -> list[int]:
+    """Return the tokens between what was heard and what a visitor says next, as in the state of `linearizer ask`."""
+    from linearizer.teacher.chat_template import BETWEEN, next_turn_tokens, tokens_of
+
+    if chat.turns and chat.templated:
+        return next_turn_tokens(tokenizer)
+    return tokens_of(tokenizer, BETWEEN, False) if chat.document else []
 
 
 def open_picture(content: bytes) -> Any:
@@ -234,9 +251,21 @@ def end_chat(key: Key | None) -> None:
     """Forget a chat, and the states of the models."""
     if key is not None:
         with CHATS_LOCK:  # another thread may be going through all chats
-            CHATS.pop(key, None)
+            _, chat = CHATS.pop(key, (0.0, None))
             ASKED.pop(key, None)
         forget_states(key)
+        if chat is not None and chat.state is not None:
+            chat.state.unlink(missing_ok=True)
+
+
+def fresh_file() -> Path:
+    """Name a file for a state that nobody can guess, in a folder that is gone when the server ends."""
+    return Path(states_folder().name) / secrets.token_hex(16)
+
+
+@cache
+def states_folder() -> TemporaryDirectory:
+    return TemporaryDirectory(prefix="linearizer-states-")
 
 
 @dataclass(frozen=True)
@@ -256,16 +285,17 @@ class Models:
         return load_processor_of(self.run)
 
     @contextmanager
-    def readers(self, key: Key | None, window: bool) -> Iterator[list[Reader]]:
+    def readers(self, key: Key | None, chat: Chat) -> Iterator[list[Reader]]:
         """Lend the readers of a chat with their states, and keep them afterwards.
 
         The caller may replace them in the list. After an error they are dropped, as they may have read half a text.
         """
         from linearizer.evaluate.side_by_side import Reader
 
-        subjects = [subject for subject in self.subjects if window or subject.name != "window"]
-        kept_readers = self.kept.pop(key, None) if key else None
-        readers = kept_readers or [Reader.of(subject) for subject in subjects]
+        subjects = [subject for subject in self.subjects if chat.has(subject.name)]
+        kept = self.kept.pop(key, None) if key else None
+        is_whole = kept is not None and [reader.subject for reader in kept] == subjects
+        readers = kept if kept and is_whole else [Reader.of(subject) for subject in subjects]
         try:
             yield readers
         except GeneratorExit:  # it was stopped between two pieces or tokens
@@ -283,6 +313,17 @@ class Models:
             oldest = next(iter(sizes))
             self.kept.pop(oldest, None)  # a visitor who leaves may have ended it meanwhile
             del sizes[oldest]
+
+
+def restart(reader: Reader, chat: Chat) -> Reader:
+    """Return a reader of the same model at the begin of a chat."""
+    if chat.state is None:
+        return reader.restart()
+    from linearizer.serve.state_files import load_state
+
+    with reader.subject.prepared() as student:
+        cache = load_state(student, chat.state)
+    return replace(reader, cache=cache, tokens=[UNKNOWN] * cache.get_seq_length(), unread=[])
 
 
 MODELS_LOCK = threading.Lock()  # the models of one run in memory, and one visitor who uses them

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -20,8 +21,8 @@ import gradio as gr
 
 from linearizer.amounts import size
 from linearizer.errors import LinearizerError, RequestError
-from linearizer.page import actions, chat, chats
-from linearizer.page.calls import QUICK, SLOW, Browser, handler
+from linearizer.page import actions, chat, chats, sending
+from linearizer.page.calls import ONCE, QUICK, SLOW, Browser, handler
 from linearizer.page.chats import Chat, Key, Message, Settings
 from linearizer.report.markup import message_box, values_list
 
@@ -34,6 +35,11 @@ ABOUT = (
     "One chat with three models, which take turns, a token each. They can all read a file, and then each answers from "
     "what it remembers."
 )
+ABOUT_STATES = (
+    "A state is what the student remembers of this chat, without the text. Load it here, or let "
+    "<code>linearizer ask RUN --state FILE</code> answer from it. The other two cannot go on from it."
+)
+ALONE = "This chat began with a state of the student, so the student answers alone."
 COLUMNS = {"teacher": "Teacher", "student": "Student", "window": "Plain window"}
 HEADS = {name: f"{name}_head" for name in COLUMNS}
 DRAFT = ("drafted", "drafts", "drop_pictures")  # pictures that are not sent yet, what shows them and drops them
@@ -98,6 +104,11 @@ def place_manner(ui: SimpleNamespace) -> None:
             ui.prompt_seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**31, min_width=100)
             about = "instead of the likeliest token"
             ui.sample = gr.Checkbox(False, label="Draw tokens", info=about, scale=2, min_width=180)
+        gr.HTML(f'<p class="lz-faint">{ABOUT_STATES}</p>')
+        with gr.Row(elem_classes="lz-chips"):
+            ui.save_state = gr.Button("Save the student’s state", size="sm", elem_id="save-state")
+            ui.load_state = gr.UploadButton("Load a state", size="sm", type="filepath", elem_id="load-state")
+            ui.saved = gr.Textbox(visible="hidden", label="where the state is fetched")
 
 
 def wire(ui: SimpleNamespace) -> None:
@@ -114,6 +125,9 @@ def wire(ui: SimpleNamespace) -> None:
     for event in (sent, retried):
         event.then(answer, [ui.memory, *how, *manner], outputs, **turn)
     ui.file.upload(read_file, [ui.memory, ui.file, *manner], outputs, **turn)
+    ui.load_state.upload(load_state, [ui.memory, ui.load_state, *manner], outputs, **turn)
+    saved = ui.save_state.click(save_state, ui.memory, ui.saved, **{**ONCE, "show_progress_on": ui.save_state})
+    saved.success(None, ui.saved, None, js="fetchFile", **QUICK)
     ui.picture.upload(add_picture, [ui.memory, ui.picture, ui.drafted], outputs, **QUICK)
     ui.drop_pictures.click(lambda: update(**draft(())), None, outputs, **QUICK)
     ui.stop_writing.click(stop, [ui.memory, ui.prompt, ui.drafted], outputs, **QUICK)
@@ -138,9 +152,7 @@ def show(key: Key) -> dict[str, Any]:
     """Show a chat: its turns, what is not answered yet, and what each model remembers."""
     talk = chats.look_up(key) or Chat(Settings())
     shown: dict[str, Any] = columns_of(talk, chats.asked(key))
-    return shown | (
-        heads_of_turn(talk.turns[-1].answers) if talk.turns else {HEADS[name]: head_card(name) for name in HEADS}
-    )
+    return shown | {HEADS[name]: head_card(name) for name in HEADS} | heads_of(talk)
 
 
 def show_kept(browser: Browser, another: bool = False) -> dict[str, Any]:
@@ -157,11 +169,12 @@ def columns_of(talk: Chat, waiting: Sequence[Message]) -> dict[str, Any]:
     columns = {}
     for name in COLUMNS:
         messages = [] if talk.document is None else [of_user(Message(document_line(talk.document)))]
-        for turn in talk.turns[-chats.MAX_TURNS :]:
+        messages += [of_user(Message("A state" if talk.has(name) else ALONE))] if talk.state else []
+        for turn in talk.turns[-chats.MAX_TURNS :] if talk.has(name) else ():
             side: Side | None = getattr(turn.answers, name)
             text = "" if side is None else side.text or "(ended at once)" * bool(side.tokens)
             messages += [of_user(turn.message), {"role": "assistant", "content": text}]
-        messages += map(of_user, waiting)
+        messages += map(of_user, waiting if talk.has(name) or not talk.state else ())
         columns[name] = gr.update(value=messages, render_markdown=talk.templated)
     return columns
 
@@ -215,9 +228,11 @@ def head_card(name: str, held: int = 0, most: int = 0, tokens: int = 0, side: Si
     return f"<h3>{COLUMNS[name]}</h3>{bar}{values_list(pairs, 'lz-thirds')}"
 
 
-def heads_of_turn(turn: Comparison) -> dict[str, str]:
-    sides = {name: side for name in COLUMNS if (side := getattr(turn, name)) is not None}
-    most = max(side.state_bytes for side in sides.values())
+def heads_of(talk: Chat) -> dict[str, str]:
+    """Show what each model remembers after the last turn."""
+    answers = talk.turns[-1].answers if talk.turns else None
+    sides = {name: side for name in COLUMNS if talk.has(name) and (side := getattr(answers, name, None)) is not None}
+    most = max((side.state_bytes for side in sides.values()), default=0)
     return {
         HEADS[name]: head_card(name, side.state_bytes, most, side.tokens_read, side) for name, side in sides.items()
     }
@@ -225,7 +240,8 @@ def heads_of_turn(turn: Comparison) -> dict[str, str]:
 
 def heads_of_reading(progress: StateSizes, before: int) -> dict[str, str]:
     """Show the memories while a text is read after `before` tokens; the bars have room for the teacher's end."""
-    growing, tokens = progress.bytes["teacher"] - progress.recurrent_bytes, before + progress.tokens
+    tokens, held = before + progress.tokens, progress.bytes.get("teacher", 0)
+    growing = max(0, held - progress.recurrent_bytes)
     end = progress.recurrent_bytes + growing * (before + progress.total) // max(tokens, 1)
     most = max(end, *progress.bytes.values())
     return {HEADS[name]: head_card(name, held, most, tokens) for name, held in progress.bytes.items()}
@@ -377,8 +393,9 @@ def show_answers(
             if turn is None:
                 chats.take_asked(key)
             turn = news
-            yield update(**columns_of(talk, chats.asked(key)), **heads_of_turn(news), chat_note="")
-    yield update(**show(key), **({} if turn is None else {"chat_note": turn_note(turn, message.answer)}))
+            yield update(**columns_of(talk, chats.asked(key)), **heads_of(talk), chat_note="")
+    note = "" if turn is None or talk is None or talk.state else turn_note(turn, message.answer)
+    yield update(**show(key), **({} if turn is None else {"chat_note": note}))
 
 
 @handler
@@ -393,6 +410,30 @@ def read_file(browser: Browser, path: str | None, *manner: Any) -> Iterator[list
         yield update(**heads_of_reading(news, 0), chat_note=reading_note(news, "the document"))
     if (talk := chats.look_up(key)) is not None and talk.document is not None:
         yield update(**columns_of(talk, chats.asked(key)), chat_note=message_box("Now ask about the document."))
+
+
+@handler
+def save_state(browser: Browser) -> str:
+    """Return the address of the student's state, which the browser then fetches."""
+    path = chat.save_state(browser.visitor, browser.run_name, NAME)
+    return sending.offer_state(browser.find_run(), path)
+
+
+@handler
+def load_state(browser: Browser, path: str | None, *manner: Any) -> Iterator[list[Any]]:
+    """Begin a new chat with the state in a file that a visitor has sent."""
+    from linearizer.run.results import StateSizes
+
+    yield update(chat_note=message_box(LOADING))
+    key, file = key_of(browser), chats.fresh_file()
+    try:
+        shutil.move(path or os.devnull, file)
+        for _, news in chat.load_state(browser.visitor, browser.run_name, file, read_settings(*manner), NAME):
+            assert isinstance(news, StateSizes), "nothing is written"
+            note = message_box(f"The student remembers {news.tokens:,} tokens. Now ask about them.")
+            yield update(**show(key) | heads_of_reading(news, 0), chat_note=note)
+    except LinearizerError as error:
+        yield update(chat_note=message_box(str(error).replace(repr(str(file)), "the file"), "bad"))
 
 
 def take_text(path: str | None) -> str:

@@ -303,7 +303,7 @@ def serve_page(
         max_file_size=limits.MAX_FILE,
         state_session_capacity=MAX_SESSIONS,
         app_kwargs={
-            "routes": [sending.ROUTE, link_preview.ROUTE],
+            "routes": [*sending.ROUTES, link_preview.ROUTE],
             "middleware": [compressing, *keep_out(key or made_key), Middleware(link_preview.LinkPreview)],
         },
         ssr_mode=False,

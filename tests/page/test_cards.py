@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 from linearizer.page import cards, compare, plan_cards, run_list
-from linearizer.page.chats import Chat, Settings
+from linearizer.page.chats import Chat, Message, Settings, Turn
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
 from linearizer.run.events import EventName
@@ -63,7 +63,8 @@ def test_the_pace_of_a_few_tokens_is_not_told():
 
 
 def messages_of(turn, name="student"):
-    return [each["content"] for each in compare.columns_of(Chat(Settings(), turns=(turn,)), ["Next"])[name]["value"]]
+    talk = Chat(Settings(), turns=(Turn(Message(turn.prompt), {}, turn),))
+    return [each["content"] for each in compare.columns_of(talk, [Message("Next")])[name]["value"]]
 
 
 def test_a_model_that_writes_nothing_ended_at_once():

@@ -8,11 +8,14 @@ import pytest
 
 from linearizer.errors import RequestError
 from linearizer.evaluate import side_by_side
-from linearizer.page import chat, chats, compare, limits
+from linearizer.page import chat, chats, compare, limits, sending
 from linearizer.page.calls import Browser
 from linearizer.page.chats import Message, Settings
 from linearizer.page.visitors import find_visitor
+from linearizer.progress import finish
 from linearizer.run.results import Comparison, StateSizes
+from linearizer.serve import kept_state
+from linearizer.serve.state_files import describe
 
 MEMORY = {"run": "run"}  # of a browser
 ANN, BOB = "a" * 16, "b" * 16
@@ -279,3 +282,67 @@ def test_a_prompt_that_needs_memory_begins_a_chat_of_its_own_and_its_answer_is_j
     *_, end = compare.answer(MEMORY, None, None, 6, 0, False, False, "", True)
     assert "the teacher wrong" in shown(end)["chat_note"] and f"“{taken['answer']}”" in shown(end)["chat_note"]
     assert chats.look_up(compare.key_of(Browser(MEMORY))).document is None
+
+
+def saved(visitor, tmp_path, name):
+    """The file of the student's state after a chat, as a visitor gets and sends it."""
+    return shutil.copy(chat.save_state(visitor, "run", name), tmp_path / name)
+
+
+def answer_of(values):
+    return values[-1][1].student.text
+
+
+def go_on(visitor, path, settings=Settings()):  # noqa: B008
+    shutil.copy(path, file := chats.fresh_file())
+    return list(chat.load_state(visitor, "run", file, settings, "loaded"))
+
+
+@pytest.mark.parametrize("settings", [Settings(), RAW])
+def test_a_student_goes_on_from_a_state_as_from_the_chat_that_was_saved(visitor, models, tmp_path, settings):
+    list(chat.read_document(visitor, "run", TEXT, settings, "talk"))
+    if settings.as_chat:
+        said(visitor, "Where?", settings)
+    path, expected = saved(visitor, tmp_path, "talk"), answer_of(said(visitor, "When?", settings))
+    *_, (talk, sizes) = go_on(visitor, path, settings)
+    assert talk.tokens == sizes.tokens == describe(path).tokens and [*sizes.bytes] == ["student"]
+    answers = [answer_of(said(visitor, "When?", settings, "loaded"))]
+    key = chats.key_of(visitor, visitor.find_run("run"), "loaded")
+    chats.keep_chat(key, chats.look_up(key).take_back())
+    chats.forget_states(key)  # which are read from the file again
+    answers.append(answer_of(said(visitor, "When?", settings, "loaded")))
+    if settings == RAW:  # what follows a document is not divided into tokens as what follows a state
+        asked = kept_state.ask(visitor.find_run("run"), "When?", path, new_tokens=6, raw=True)
+        expected = finish(asked).text
+    assert answers == [expected] * 2
+
+
+def test_a_state_shows_in_the_students_column_and_is_gone_with_its_chat(visitor, models, tmp_path):
+    said(visitor, "Where?", name=compare.NAME)
+    address = compare.save_state(MEMORY, None, None)
+    *_, path = sending.OFFERED[address.removeprefix("state/")]
+    *_, end = compare.load_state(MEMORY, None, None, str(shutil.copy(path, tmp_path / "mine")), True, "", True)
+    assert "remembers" in shown(end)["chat_note"]
+    parts = compare.show(key := compare.key_of(Browser(MEMORY)))
+    first = {name: parts[name]["value"][0]["content"] for name in compare.COLUMNS}
+    assert first == {"teacher": compare.ALONE, "student": "A state", "window": compare.ALONE}
+    chats.ask(key, Message("And?"))
+    *_, end = compare.answer(MEMORY, None, None, 4, 0, False, True, "", True)
+    assert len(shown(end)["student"]["value"]) == 3 and len(shown(end)["teacher"]["value"]) == 1
+    file = chats.look_up(key).state
+    compare.end(MEMORY, None, None)
+    assert not file.exists() and not (tmp_path / "mine").exists()
+
+
+def test_what_is_no_state_of_this_student_is_refused_in_a_sentence_and_the_chat_stays(visitor, models, tmp_path):
+    said(visitor, "Where?", name=compare.NAME)
+    before = chats.look_up(key := compare.key_of(Browser(MEMORY)))
+    whole = saved(visitor, tmp_path, compare.NAME).read_bytes()
+    contents = {b"": "is damaged", whole[:-9]: "is damaged", whole[:-9] + b"x" * 9: "is damaged"}
+    for content, sentence in contents.items():
+        (path := tmp_path / "sent").write_bytes(content)
+        *_, end = compare.load_state(MEMORY, None, None, str(path), True, "", True)
+        assert f"the file {sentence}" in shown(end)["chat_note"] and not path.exists()
+        assert chats.look_up(key) == before
+    with pytest.raises(RequestError, match="has read nothing"):
+        chat.save_state(visitor, "run", "another")
