@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -192,6 +192,12 @@ def budget_reach(positions: int | None = None, planned: int | None = None) -> tu
     if planned is not None and not least <= planned <= most:
         return min(least, planned), max(largest, planned)
     return least, largest
+
+
+def shortened(plan: Plan) -> Plan:
+    """Shorten the texts of a plan that leaves their length open to what a Space serves, so that any budget fits."""
+    most = MAX_OF_PLAN["length"]
+    return replace(plan, length=most) if on_space() and plan.resolved_length(None) > most else plan
 
 
 def naming() -> AbstractContextManager[object]:

@@ -162,7 +162,7 @@ def make_plan(model: str, budget: int, effort: str, options: Mapping[str, Any]) 
     if plan.steps and "steps" not in chosen:
         plan = replace(plan, steps=max(1, round(plan.steps * share)))
     limits.check_model(plan.model, plan.text)
-    return plan
+    return plan if "length" in chosen else limits.shortened(plan)
 
 
 def make_encoder_plan(model: str, budget: int, options: Mapping[str, Any]) -> EncoderPlan:

@@ -19,7 +19,7 @@ from linearizer.errors import LinearizerError, RequestError
 from linearizer.page import cards, compare, plan_cards, run_state, sending
 from linearizer.page.calls import Browser, handler
 from linearizer.page.handlers import IDLE_POLL_SECONDS, RUN_ACTIONS, show_note
-from linearizer.page.limits import budget_reach
+from linearizer.page.layout import reach_of
 from linearizer.page.run_state import PART_PREFIX
 from linearizer.page.visitors import is_example
 from linearizer.plan.plan import DEFAULT_BUDGET
@@ -173,7 +173,9 @@ def show_attached(run: Run | None) -> dict[str, Any]:
     updates["colour"] = gr.Radio(visible=decided_by == "prices")
     updates["run_plan"] = plan_cards.plan_card(run.plan, read_training(run))
     if run.has_file("inspection.json"):
-        updates |= {"run_model": plan_cards.model_card(run.inspection), "other": slider_of(run)}
+        budget = run.plan.budget or DEFAULT_BUDGET
+        other = gr.Slider(**reach_of(run.positions, budget, value=budget))
+        updates |= {"run_model": plan_cards.model_card(run.inspection), "other": other}
     return updates
 
 
@@ -188,13 +190,6 @@ def show_nothing() -> dict[str, Any]:
     for part in PART_VIEWS:
         updates |= {f"{part}_place": gr.Column(visible=False), f"{part}_tables": "", f"{part}_chart": None}
     return {**updates, "seen": {}, "timer": gr.Timer(IDLE_POLL_SECONDS), "snippet": gr.Code(visible=False)}
-
-
-def slider_of(run: Run) -> gr.Slider:
-    """Put the slider at the run's own budget, with a range that includes it."""
-    budget = run.plan.budget or DEFAULT_BUDGET
-    least, most = budget_reach(run.positions, budget)
-    return gr.Slider(value=budget, minimum=least, maximum=max(most, budget))
 
 
 def draw_heads(draw: Callable[[], tuple[str, str]]) -> dict[str, Any]:

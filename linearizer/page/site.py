@@ -199,7 +199,7 @@ def wire_publish(ui: SimpleNamespace) -> None:
     owned, noted = [ui.owner, ui.repo, ui.preview_note], {"show_progress_on": ui.preview_note}
     ui.publish_part.expand(handlers.list_owners, ui.memory, owned, **SLOW, **noted)
     target = [ui.memory, ui.owner, ui.repo, ui.private]
-    outputs = [ui.preview_note, ui.files, ui.card_text, ui.publish]
+    outputs = [ui.preview_note, ui.files, ui.card_text, ui.card_place, ui.publish]
     fetched = ui.download.click(handlers.download_student, ui.memory, ui.link, **ONCE)
     fetched.success(None, ui.link, None, js="fetchFile", **QUICK)
     ui.preview.click(handlers.preview_publication, target, outputs, **{**ONCE, **noted})

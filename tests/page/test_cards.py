@@ -1,14 +1,16 @@
 """What the page says of runs: what waits and for what, how far a run is, and what a chat says of its models."""
 
 import re
+import shutil
 import time
 from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 
-from linearizer.page import cards, compare, plan_cards, run_list
+from linearizer.page import cards, compare, handlers, plan_cards, run_list
 from linearizer.page.chats import Chat, Message, Settings, Turn
+from linearizer.page.visitors import example_folder
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
 from linearizer.run.events import EventName
@@ -142,3 +144,22 @@ def test_the_lines_under_use_it_load_the_student_and_write(quick_run, capsys):
     exec(ways["Load it"], {})
     assert capsys.readouterr().out.startswith("Once")
     assert ("Serve it with vLLM" in ways) == (find_spec("vllm") is not None)
+
+
+def test_two_runs_are_set_side_by_side_at_equal_lengths_alone(quick_run):
+    other = Run(example_folder())
+    both = [{result.length for result in run.results["language"].result.lengths} for run in (Run(quick_run), other)]
+    card = run_list.comparison_card(Run(quick_run), other)
+    assert both[0] ^ both[1]
+    for length in both[0] | both[1]:
+        row = card.partition(f"KL, texts of {length:,} tokens")[2].partition("</tr>")[0]
+        assert row.count("–") == 2 - sum(length in lengths for lengths in both), row
+    assert "<figcaption>KL of the students" in card
+
+
+def test_the_card_is_shown_as_the_hub_shows_it_before_it_is_sent(quick_run, root):
+    shutil.copytree(quick_run, root / "run")
+    _, _, card, place, _ = handlers.preview_publication({"run": "run"}, None, None, "ann", "student", True)
+    facts, _, text = card.partition("```\n")
+    assert facts.startswith("```yaml\n") and "base_model" in facts and text.lstrip().startswith("# ") and "---" not in facts
+    assert place.visible
