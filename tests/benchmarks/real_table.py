@@ -124,8 +124,9 @@ class RealTable(Table):
         return in_words(kl) + (f"; {in_ten_thousand(share['mean'])}" if share else "")
 
     def chart(self):
-        """Draw the KL over the length of the text: all rows at one budget, and two rows at all budgets."""
-        budgets = sorted({record["budget"] for record in self.records if record["budget"]})
+        """Draw the KL over the length of the text: all rows at one budget, and two rows at the budgets of both."""
+        with_all = [{record["budget"] for record in self.records if record["row"] == DRAWN[name]} for name in KINDS]
+        budgets = sorted(set.intersection(*with_all))
         rivals = [self.line(name, row, DRAWN_BUDGET, KINDS.get(name, "lz-other")) for name, row in DRAWN.items()]
         sizes = [
             self.line(
@@ -142,10 +143,12 @@ class RealTable(Table):
         return draw([panel for panel in panels if panel.lines], about)
 
     def line(self, name, row, budget, kind):
-        """Return the line of a row: its mean KL at every length."""
+        """Return the line of a row: its mean KL at every length, but where it is none, as on a text that fits."""
         record = self.find(row, budget)
         found = [(length, self.estimate(record, "kl", length)) for length in lengths_of(record)]
-        return Line(name, [(length, estimate["mean"]) for length, estimate in found if estimate], kind)
+        return Line(
+            name, [(length, estimate["mean"]) for length, estimate in found if estimate and estimate["mean"] > 0], kind
+        )
 
     def ordered(self):
         """List the records by budget, those that have none last, and by row."""
@@ -248,7 +251,8 @@ def in_words(estimate):
     if estimate is None:
         return ""
     low, high = estimate["interval"]
-    return f"{estimate['mean']:.4f} [{low:.4f}, {high:.4f}]"
+    mean, low, high = (round(x, 4) + 0.0 for x in (estimate["mean"], low, high))  # a sum turns -0 into 0
+    return f"{mean:.4f} [{low:.4f}, {high:.4f}]"
 
 
 def count_kinds(names):
