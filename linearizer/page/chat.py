@@ -192,7 +192,10 @@ def save_state(visitor: Visitor, name: str, chat_name: str) -> Path:
     """Write the student's state after a chat to a file, from which the page or `linearizer ask` goes on."""
     key = chats.key_of(visitor, visitor.find_run(name), chat_name)
     if (chat := chats.look_up(key)) is None or not chat.heard.get("student"):
-        raise RequestError("this chat has read nothing that a state could keep: send a message or a file first")
+        raise RequestError(
+            "this chat has nothing that a state could keep: read a file first, or chat with a model that has a "
+            "template; without one, each text is continued alone"
+        )
     path = chats.fresh_file()
     for _ in save_in_turns(visitor, name, key, chat, path):
         pass

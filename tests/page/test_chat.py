@@ -8,7 +8,7 @@ import pytest
 
 from linearizer.errors import RequestError
 from linearizer.evaluate import side_by_side
-from linearizer.page import chat, chats, compare, limits, sending
+from linearizer.page import chat, chat_cards, chats, compare, limits, sending
 from linearizer.page.calls import Browser
 from linearizer.page.chats import Message, Settings
 from linearizer.page.visitors import find_visitor
@@ -319,13 +319,14 @@ def test_a_student_goes_on_from_a_state_as_from_the_chat_that_was_saved(visitor,
 
 def test_a_state_shows_in_the_students_column_and_is_gone_with_its_chat(visitor, models, tmp_path):
     said(visitor, "Where?", name=compare.NAME)
-    address = compare.save_state(MEMORY, None, None)
+    address, note = compare.save_state(MEMORY, None, None)
+    assert not note
     *_, path = sending.OFFERED[address.removeprefix("state/")]
     *_, end = compare.load_state(MEMORY, None, None, str(shutil.copy(path, tmp_path / "mine")), True, "", True)
     assert "remembers" in shown(end)["chat_note"]
     parts = compare.show(key := compare.key_of(Browser(MEMORY)))
-    first = {name: parts[name]["value"][0]["content"] for name in compare.COLUMNS}
-    assert first == {"teacher": compare.ALONE, "student": "A state", "window": compare.ALONE}
+    first = {name: parts[name]["value"][0]["content"] for name in chat_cards.COLUMNS}
+    assert first == {"teacher": chat_cards.ALONE, "student": "A state", "window": chat_cards.ALONE}
     chats.ask(key, Message("And?"))
     *_, end = compare.answer(MEMORY, None, None, 4, 0, False, True, "", True)
     assert len(shown(end)["student"]["value"]) == 3 and len(shown(end)["teacher"]["value"]) == 1
@@ -344,5 +345,5 @@ def test_what_is_no_state_of_this_student_is_refused_in_a_sentence_and_the_chat_
         *_, end = compare.load_state(MEMORY, None, None, str(path), True, "", True)
         assert f"the file {sentence}" in shown(end)["chat_note"] and not path.exists()
         assert chats.look_up(key) == before
-    with pytest.raises(RequestError, match="has read nothing"):
-        chat.save_state(visitor, "run", "another")
+    chats.end_chat(key)
+    assert "has nothing that a state could keep" in compare.save_state(MEMORY, None, None)[1]

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from linearizer import pipeline
-from linearizer.page import chat, chats, compare, planning
+from linearizer.page import chat, chat_cards, chats, compare, planning
 from linearizer.page.calls import Browser
 from linearizer.page.chats import Message, Settings
 from linearizer.page.visitors import find_visitor
@@ -30,7 +30,7 @@ PARTS = dict(texts=2, length=64, sinks=2, steps=0, dtype="float32", strategy="wi
 
 def sent(folder, colour):
     """A picture as the page keeps it."""
-    return compare.take_picture(save_picture(folder / "sent.png", colour))
+    return chat_cards.take_picture(save_picture(folder / "sent.png", colour))
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def said(visitor, message, settings=Settings(), name="talk"):  # noqa: B008
 
 
 def texts(values):
-    return [getattr(values[-1][1], name).text for name in compare.COLUMNS]
+    return [getattr(values[-1][1], name).text for name in chat_cards.COLUMNS]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_picture_is_sent_with_a_message_and_stays_in_its_turn(whole_run, local
         page.locator("#prompt textarea").press("Enter")
         page.wait_for_selector("#drafts img", state="detached")
         wait_until_true(page, "document.querySelectorAll('#student .bot.message').length == 1", timeout=LONG)
-        for column in compare.COLUMNS:
+        for column in chat_cards.COLUMNS:
             assert page.locator(f"#{column} img.lz-picture").evaluate("image => image.naturalWidth") == 20
         page.reload()
         page.wait_for_selector("#student img.lz-picture", timeout=LONG)
@@ -144,7 +144,7 @@ def test_a_file_that_is_no_picture_is_refused_in_a_sentence_and_deleted(visitor,
     for name, content in files.items():
         (path := tmp_path / name).write_bytes(content)
         updates = dict(zip(compare.OUTPUTS, compare.add_picture(MEMORY, None, None, str(path), ()), strict=True))
-        assert (compare.TOO_LARGE if name == "bomb" else compare.NO_PICTURE) in updates["chat_note"]
+        assert (chat_cards.TOO_LARGE if name == "bomb" else chat_cards.NO_PICTURE) in updates["chat_note"]
         assert not path.exists() and "value" not in str(updates["drafted"])
 
 
@@ -157,7 +157,7 @@ def test_a_picture_waits_with_its_message_and_returns_to_its_field(visitor, tmp_
     (path := tmp_path / "large.png").write_bytes(b"")
     Image.new("RGB", (4000, 100), "red").save(path)
     drafted = done(compare.add_picture(MEMORY, None, None, str(path), ()))["drafted"]
-    assert Image.open(io.BytesIO(drafted[0])).width == compare.MAX_SIDE
+    assert Image.open(io.BytesIO(drafted[0])).width == chat_cards.MAX_SIDE
     waiting = done(compare.send(MEMORY, None, None, "What?", "", drafted, 4, 0, False))
     shown, text = waiting["student"]["value"][0]["content"]
     assert "data:image/jpeg;base64," in shown.value and text == "What?" and waiting["drafted"] == ()
