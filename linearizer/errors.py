@@ -10,6 +10,7 @@ LinearizerError
 │   ├── PublishError      the repository cannot be written: rights, a taken name, a refusal of the Hub
 │   └── FolderError       the output folder holds something else, or cannot be written
 ├── FaultError            an unexpected exception: exit code 1
+│   └── RankEnded         a process that works on the same run has ended
 └── Stopped               the user stopped it: exit code 130
 
 A message says what was received, why it is refused, and what to do.
@@ -64,6 +65,10 @@ class FolderError(RequestError):
 
 
 class FaultError(LinearizerError):
+    pass
+
+
+class RankEnded(FaultError):
     pass
 
 

@@ -16,16 +16,18 @@ from linearizer import checks
 from linearizer.encoders.encoder_folder import EncoderRun
 from linearizer.encoders.kinds import kind_of
 from linearizer.encoders.layer_times import keep_times
-from linearizer.errors import LinearizerError, ModelNotAvailable
-from linearizer.evaluate.evaluate_run import JUDGING, judge, measure_parts
+from linearizer.errors import LinearizerError, ModelNotAvailable, RankEnded
+from linearizer.evaluate.evaluate_run import JUDGING, judge, judge_share, measure_parts
 from linearizer.evaluate.side_by_side import Reader, write_in_turns
 from linearizer.evaluate.subjects import Setup, assembled, environment
 from linearizer.hub.models import find_model, local_weight_files
 from linearizer.method import checkpoint
-from linearizer.method.allocate_run import Helpers, allocate, help_pricing
+from linearizer.method.allocate_run import PRICE, allocate, price_share
+from linearizer.method.choose import COMPARE, compare_share
 from linearizer.method.decide import decide
-from linearizer.method.head_prices import Share
+from linearizer.method.initialise import initialise
 from linearizer.method.measure_run import measure_teacher
+from linearizer.method.recorder import samples_of
 from linearizer.method.texts import TextsOfRun
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.inspection import Inspection
@@ -37,14 +39,15 @@ from linearizer.run.files import remove
 from linearizer.run.folder import Run, newest_request
 from linearizer.run.measured import CANDIDATES
 from linearizer.run.results import Comparison, Request
-from linearizer.run.stopping import check_stop, interruptible, log_end
+from linearizer.run.stopping import YIELD_SECONDS, check_stop, interruptible, log_end
 from linearizer.run.weight_digests import DIGESTS, write_digests
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.inspect_model import inspect_model
 from linearizer.teacher.load import Teacher, load_config, load_teacher_of
 from linearizer.teacher.picture_prompts import make_prompt
+from linearizer.teacher.ranks import ALONE, Ranks
 from linearizer.teacher.streaming import spreads, streams
-from linearizer.train.distill import train
+from linearizer.train.distill import TRAIN, train, train_share
 
 
 def inspect(model: str, token: str | None = None, text_only: bool = False) -> Inspection:
@@ -104,11 +107,11 @@ def settle(run: Run, token: str | None = None) -> None:
     run.settle(replace(plan, dtype=dtype))
 
 
-def linearize(run: Run, token: str | None = None, locked: bool = False, helpers: Helpers | None = None) -> Steps[None]:
+def linearize(run: Run, token: str | None = None, locked: bool = False, ranks: Ranks = ALONE) -> Steps[None]:
     """Continue a run until it has its student; `locked`: the caller holds its lock.
 
-    The work begins at once. `workers.control.start` and the command line wait for their turn at the device. Helpers are
-    other processes, with a device each, that price some of the heads.
+    The work begins at once. `workers.control.start` and the command line wait for their turn at the device. The
+    other ranks call `follow`.
     """
     if not run.done:
         with logged_work(run, locked):
@@ -120,37 +123,33 @@ def linearize(run: Run, token: str | None = None, locked: bool = False, helpers:
             else:
                 settle(run, token)
                 if not run.checkpoint.is_dir():
-                    yield from make_student(run, token, helpers)
+                    try:
+                        yield from make_student(run, token, ranks)
+                    except RankEnded:
+                        check_stop(run)  # which another rank may have noticed first
+                        raise
                 elif not run.has_file(DIGESTS):  # the run was killed right after saving
                     write_digests(run)
             card_of(run).add()
             run.log(EventName.DONE)
 
 
-def make_student(run: Run, token: str | None, helpers: Helpers | None = None) -> Steps[None]:
+def make_student(run: Run, token: str | None, ranks: Ranks = ALONE) -> Steps[None]:
     """Take all steps from the teacher to the checkpoint; do not repeat a step with a stored product."""
     checks.check_method(run.plan)
     weights = run.inspection, run.plan.dtype, run.plan.device
     if streams(*weights) or spreads(*weights):  # more processes do not read a disk faster, or no device is free
-        helpers = None
+        ranks = ALONE
     with interruptible(run):
         teacher = load_teacher_of(run.plan, token, run.inspection)
     texts = TextsOfRun.of(run, teacher, token, JUDGING.texts)
     yield from measure_teacher(run, teacher, texts)
-    allocation = yield from allocate(run, teacher, texts, helpers)
+    allocation = yield from allocate(run, teacher, texts, ranks)
     student = begin_student(run, teacher, allocation)
-    yield from train(run, student, allocation, texts.learnt)
-    if run.plan.changes_weights:  # the judged student is the saved one
-        checkpoint.round_to_type(student, teacher.stored)
+    yield from train(run, student, allocation, texts.learnt, ranks)
     made_with = {"text": run.plan.text, "learnt": len(texts.learnt), "judged": len(texts.judged), "seed": run.plan.seed}
     run.write_evaluation(made_with={**made_with, **environment(student)})
-    control = student
-    if run.plan.changes_weights:  # the teacher and its window have their own
-        unchanged = load_teacher_of(run.plan, token, run.inspection).model
-        layers = teacher.inspection.layers
-        exact_tokens = allocation.exact_until(layers)
-        control = checkpoint.put_student_into(unchanged, layers, allocation, exact_tokens=exact_tokens)
-    yield from judge(Setup(run, student, control, teacher.tokenizer, control, None, texts.judged))
+    yield from judge(setup_of(run, teacher, student, texts, ranks, token))
     check_stop(run)
     checkpoint.restore_type(student, teacher.stored)
     links = teacher.inspection.links and not run.plan.changes_weights
@@ -170,9 +169,50 @@ def begin_student(run: Run, teacher: Teacher, allocation: Allocation) -> Lineari
     return checkpoint.put_student_into(teacher.model, layers, allocation, *how)
 
 
-def help_with(run: Run, sinks: int, share: Share, token: str | None = None) -> None:
-    """Do a helper's share of a run's pricing."""
-    finish(help_pricing(run, load_teacher_of(run.plan, token, run.inspection), token, sinks, share))
+def setup_of(
+    run: Run, teacher: Teacher, student: LinearizedForCausalLM, texts: TextsOfRun, ranks: Ranks, token: str | None
+) -> Setup:
+    """Put together what the new student of a run is judged with."""
+    control = student
+    if run.plan.changes_weights:  # the judged student is the saved one; the teacher and its window have their own
+        checkpoint.round_to_type(student, teacher.stored)
+        unchanged = load_teacher_of(run.plan, token, run.inspection).model
+        layers, allocation = teacher.inspection.layers, run.require_allocation()
+        exact_tokens = allocation.exact_until(layers)
+        control = checkpoint.put_student_into(unchanged, layers, allocation, exact_tokens=exact_tokens)
+    return Setup(run, student, control, teacher.tokenizer, control, None, texts.judged, ranks=ranks)
+
+
+def follow(run: Run, ranks: Ranks, token: str | None = None) -> None:
+    """Do this rank's shares of the work on a run, as rank 0 asks for them, until it asks for nothing more."""
+    student = None
+    request = ranks.hear()
+    if request is None:
+        return
+    teacher = load_teacher_of(run.plan, token, run.inspection)
+    texts = TextsOfRun.of(run, teacher, token, JUDGING.texts)
+    while request is not None:
+        kind, *details = request
+        if kind == PRICE:
+            work_on_share(run, price_share(run, teacher, texts.priced, details[0], ranks))
+            ranks.gather(None)
+        elif kind == COMPARE:
+            work_on_share(run, compare_share(run, teacher, texts.compared, details[0], ranks))
+        else:
+            if student is None:
+                student = begin_student(run, teacher, run.require_allocation())
+                initialise(student, samples_of(run))
+            if kind == TRAIN:
+                finish(train_share(run, student, texts.learnt, details[0], details[1], ranks))
+            else:
+                work_on_share(run, judge_share(setup_of(run, teacher, student, texts, ranks, token)))
+        request = ranks.hear()
+
+
+def work_on_share(run: Run, steps: Steps[Any]) -> None:
+    """Take steps until the run is to stop."""
+    with interruptible(run, YIELD_SECONDS):
+        finish(steps, lambda progress: check_stop(run))
 
 
 def reallocate(run: Run, plan: Plan) -> Allocation:

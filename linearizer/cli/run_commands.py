@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -42,6 +43,7 @@ from linearizer.run.folder import PLAN, Run, read_plan
 from linearizer.run.names import find_run, fresh_folder
 from linearizer.run.results import Request
 from linearizer.workers import control
+from linearizer.workers.launch import follow_launched, launched, ranks_for
 
 if TYPE_CHECKING:
     from linearizer.encoders.encoder_quality import Judgement
@@ -138,11 +140,15 @@ def serve_inspect(arguments: argparse.Namespace) -> None:
 
 
 def serve_run(arguments: argparse.Namespace) -> None:
+    if launched("WORLD_SIZE") and (arguments.detach or arguments.job is not None):
+        raise RequestError("--detach and --job start processes of their own: leave them out, or the launcher")
     if arguments.job is not None:
         serve_job(arguments)
         return
     if options := [name for name in ("job_minutes", "job_owner", "push", "yes") if getattr(arguments, name)]:
         raise RequestError(f"--{options[0].replace('_', '-')} is for a job of the Hub: add --job, or leave it out")
+    if launched():
+        sys.exit(follow_launched())
     run = begin_run(arguments)
     if arguments.detach:
         control.start(run)
@@ -150,7 +156,10 @@ def serve_run(arguments: argparse.Namespace) -> None:
         return
     from linearizer.workers.worker import work_on
 
-    if not run.done:
+    if run.done:
+        with ranks_for(run):  # nothing is left for the others of a launcher
+            pass
+    else:
         work_here(run, work_on(run))
     print_run(arguments, run)
 

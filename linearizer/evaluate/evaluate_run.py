@@ -29,6 +29,7 @@ from linearizer.run.stopping import log_progress
 from linearizer.teacher.logits import drawn_places
 from linearizer.teacher.text import document_numbers, start_tokens
 
+JUDGE = "judge"  # what rank 0 asks for: `judge_share`
 JUDGING = Request(("language", "recall"))  # for a student that has just been made
 FEWEST_PAIRS = 4  # of texts that are joined: fewer texts hardly ever show a difference
 MAX_WRITTEN_TOKENS = 96
@@ -68,9 +69,15 @@ def measure_parts(
 def judge(setup: Setup) -> Steps[None]:
     """Measure a student that has just been made on texts that were excluded from its training."""
     setup.run.write_evaluation(parts={})
+    setup.ranks.hear((JUDGE,))
     parts = yield from measure_parts(setup, JUDGING, step="evaluate")
     losses = {subject.name: subject.loss.mean for subject in parts["language"].result.subjects}
     setup.run.log(EventName.EVALUATED, **losses)
+
+
+def judge_share(setup: Setup) -> Steps[Measured]:
+    """Read a rank's share of the texts that `judge` reads."""
+    return measure_language_part(setup, JUDGING)
 
 
 def parts_to_measure(setup: Setup, request: Request) -> tuple[str, ...]:
@@ -101,8 +108,9 @@ def measure_language_part(setup: Setup, request: Request) -> Steps[Measured]:
     reader = RepeatReader([*subjects, *controls.values()], length, passage_tokens(length))
     read = reader.read if "recall" in request.chosen else read_together
     texts = (windows, document_numbers(windows, setup.tokenizer), setup.layers)
-    language = yield from measure_language(subjects, *texts, read, lengths, controls)
+    language = yield from measure_language(subjects, *texts, read, lengths, controls, setup.ranks)
     if read is not read_together:
+        reader.gather(setup.ranks)
         recall = reader.result()
         setup.recall_read.append(replace(recall, subjects=recall.subjects[: len(subjects)]))
     return language, windows

@@ -20,6 +20,7 @@ from linearizer.plan.head_bytes import Layer
 from linearizer.progress import Progress, Steps
 from linearizer.run.results import Estimate, Language, LengthResult, Predictions, ShortPredictions, Tail
 from linearizer.teacher.logits import drawn_places, kl_of, logits_at_once
+from linearizer.teacher.ranks import ALONE, Ranks
 
 Tensor = torch.Tensor
 FEWEST = 8  # documents; where there are fewer, texts are the units
@@ -49,21 +50,23 @@ def measure_language(
     read: Read = read_together,
     lengths: Sequence[int] = (),
     controls: Mapping[int, Subject] = NO_CONTROLS,
+    ranks: Ranks = ALONE,
 ) -> Steps[Language]:
     """Let all subjects predict the same texts (texts, tokens); `documents` numbers the document of every token.
 
     In long texts they predict the tokens after some places, which are drawn. They are also compared over texts of
     `lengths`. Where the bytes of the student grow, so do those of its window: `controls` are the windows of shorter
-    lengths.
+    lengths. Ranks share the texts.
     """
     shown, subjects = len(subjects), [*subjects, *controls.values()]
     places, batches = drawn_places(windows.shape[1] - 1), []
-    split = windows.split(logits_at_once(subjects[0].model, len(places)))
+    most = min(logits_at_once(subjects[0].model, len(places)), -(-len(windows) // ranks.count))
+    split = windows.split(most)
     yield Progress("language", 0, len(split), "batches")
-    for done, ids in enumerate(split, 1):
+    for done, ids in enumerate(ranks.share(split), 1):
         batches.append(read_scores(subjects, ids, places, read))
-        yield Progress("language", done, len(split), "batches")
-    scores = [join_scores(column, 0) for column in zip(*batches, strict=True)]
+        yield Progress("language", min(done * ranks.count, len(split)), len(split), "batches")
+    scores = [join_scores(column, 0) for column in zip(*ranks.gather_shares(batches), strict=True)]
     unit, owners = owners_of(documents[:, 1:][:, places])
     units = Units(owners)
     teacher = scores[0].loss if subjects[0].allocation is None else None

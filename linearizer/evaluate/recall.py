@@ -19,6 +19,7 @@ from linearizer.progress import Progress, Steps
 from linearizer.run.results import Grid, Needle, Recall, RecallLosses
 from linearizer.teacher.logits import logits_at_once, losses_of
 from linearizer.teacher.ram import run_if_it_fits
+from linearizer.teacher.ranks import Ranks
 from linearizer.teacher.text import repeated_passages
 
 Tensor = torch.Tensor
@@ -94,6 +95,10 @@ class RepeatReader:
         begins = [self.length - 2 * self.passage - gap for gap in self.gaps]
         passages = [losses[:, (places >= begin) & (places < begin + self.passage - 1)] for begin in begins]
         return torch.stack([passage.double().mean(-1).cpu() for passage in passages], 1)
+
+    def gather(self, ranks: Ranks) -> None:
+        """Bring together the losses of the batches that each rank has read."""
+        self.losses = [ranks.gather_shares(batches) for batches in self.losses]
 
     def result(self) -> Recall:
         """Average over texts."""

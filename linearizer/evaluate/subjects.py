@@ -40,6 +40,7 @@ from linearizer.teacher.devices import choose_device, describe_device, describe_
 from linearizer.teacher.load import load_teacher_of, read_kept_texts
 from linearizer.teacher.logits import Tensor, bytes_held, fresh_cache, logits_at_once
 from linearizer.teacher.observing import attending_as_teacher
+from linearizer.teacher.ranks import ALONE, Ranks
 from linearizer.teacher.text import pack_texts, read_for_length, read_texts, start_tokens
 from linearizer.teacher.token_loop import placed, read_tokens
 
@@ -170,6 +171,7 @@ class Setup:
     kept: torch.Tensor | None = None  # texts excluded from training, if the run has just made its student
     recall_read: list[Recall] = field(default_factory=list)  # measured while the language part read texts
     samples: Samples | None = None  # if the run does not store them
+    ranks: Ranks = ALONE  # which share the texts
     token: str | None = field(default=None, repr=False)  # by which texts of the Hub are read
 
     @property

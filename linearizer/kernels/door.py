@@ -18,41 +18,44 @@ from linearizer.kernels.compiled import is_compiled
 from linearizer.kernels.trial import kernels_accept, passes_trial
 from linearizer.kernels.triton.dispatch import linear_attention, may_run_in_triton
 from linearizer.kernels.triton.state_pool import attend_in_pool, pool_for_token, whole_pool
-from linearizer.student.attention_of_student import FEWER, as_sink, round_vectors
+from linearizer.student.attention_of_student import FEWER, Scores, as_sink, round_vectors
 from linearizer.student.layer_student import LayerStudent, rotate
 
 __all__ = ["VERSION", "begin_texts", "copy_states", "linear_attention", "read", "read_call", "serves_graph"]
 Tensor = torch.Tensor
-VERSION = 2
+VERSION = 3
 FAMILIES = {"c": "heads in C", "triton": "texts with windows and slots"}  # of kernels
 TOKENS = "tokens with windows and slots"  # Triton's: slow to compile, and not needed for a text
 TRIAL_HELD = ([6, 0, 5, 3], [7, 0, 0, 0])  # kinds of heads for a kernel's trial, with each number of bits
 TRIAL_ENDS, TRIAL_SCALE, TRIAL_QUERY = (17, 18, 19, 30), 0.5, 0.125  # of its calls: a text, two tokens, a text
+TRIAL_CAP = 4.0  # of scores, beside learned sinks
 
 
 def read(
-    student: Any, states: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, out: Tensor
-) -> list[int]:
+    student: Any, states: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, out: Tensor,
+    scores: Scores | None = None,
+) -> list[int]:  # fmt: skip
     """Read with as many groups of a layer as kernels serve, into `out`; return their indices.
 
     q (batch, heads, group, tokens, dim), k, v and out have all heads of the layer, and `states` those of its groups.
     """
     done: list[int] = []
-    if is_compiled() or reads_in_c(student, q, k, v):
-        done = read_in_c(student, states, q, k, v, scale, real, out)
-    if len(done) < len(student.groups) and (is_compiled() or reads_in_triton(student, q, k, v)):
-        done = done + attend_in_pool(student, states, q, k, v, scale, real, out, done)
+    is_scored, operands = scores is not None, (states, q, k, v, scale, real, out)
+    if is_compiled() or reads_in_c(student, q, k, v, is_scored):
+        done = read_in_c(student, *operands, scores)
+    if len(done) < len(student.groups) and (is_compiled() or reads_in_triton(student, q, k, v, is_scored)):
+        done = done + attend_in_pool(student, *operands, done, scores)
     return done
 
 
-def reads_in_c(student: Any, q: Tensor, k: Tensor, v: Tensor) -> bool:
+def reads_in_c(student: Any, q: Tensor, k: Tensor, v: Tensor, is_scored: bool) -> bool:
     """Whether the kernel in C may read this text or token."""
-    return may_run_in_c(q, k, v) and not kernels_accept(q, k, v) and is_trusted(student, "c", q, v)
+    return may_run_in_c(q, k, v) and not kernels_accept(q, k, v) and is_trusted(student, "c", q, v, is_scored)
 
 
-def reads_in_triton(student: Any, q: Tensor, k: Tensor, v: Tensor) -> bool:
+def reads_in_triton(student: Any, q: Tensor, k: Tensor, v: Tensor, is_scored: bool) -> bool:
     """Whether Triton's kernels may read this text or token."""
-    return may_run_in_triton(q, k, v) and is_trusted(student, "triton", q, v)
+    return may_run_in_triton(q, k, v) and is_trusted(student, "triton", q, v, is_scored)
 
 
 def serves_graph(student: Any, q: Tensor, k: Tensor, real: Tensor | None, states: list | None) -> bool:
@@ -96,20 +99,20 @@ def copy_states(states: list, change: Callable[[Tensor], Tensor]) -> list | None
     return copies
 
 
-def is_trusted(student: Any, kernel: str, q: Tensor, v: Tensor) -> bool:
+def is_trusted(student: Any, kernel: str, q: Tensor, v: Tensor, is_scored: bool) -> bool:
     """Whether a kernel computes what the definition does; the first call in these sizes on a device compares them."""
     if student.reader is not None:
         return student.reader == kernel
     of_token = kernel == "triton" and q.shape[-2] == 1
     sizes = q.shape[2], q.shape[-1], v.shape[-1]
-    case = TOKENS if of_token else FAMILIES[kernel], q.device, q.dtype, sizes
+    case = TOKENS if of_token else FAMILIES[kernel], q.device, q.dtype, sizes, is_scored
     trusted = student.__dict__.setdefault("trusted_sizes", set())
     if case in trusted:
         return True
     sinks = 1 if kernel == "c" else student.sinks
     for bits in sorted({group.bits for group in student.groups}):
-        compute = partial(compute_trial, type(student), kernel, of_token, sinks, sizes, q, bits)
-        if not passes_trial(case[0], q, (*sizes, sinks, bits), compute):
+        compute = partial(compute_trial, type(student), kernel, of_token, sinks, sizes, q, bits, is_scored)
+        if not passes_trial(case[0], q, (*sizes, sinks, bits, is_scored), compute):
             return False
     trusted.add(case)
     return True
@@ -118,7 +121,7 @@ def is_trusted(student: Any, kernel: str, q: Tensor, v: Tensor) -> bool:
 @torch.no_grad()
 def compute_trial(
     make: type[LayerStudent], kernel: str, of_token: bool, sinks: int, sizes: tuple[int, int, int], like: Tensor,
-    bits: int, by_kernel: bool, dtype: torch.dtype,
+    bits: int, is_scored: bool, by_kernel: bool, dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
     """Read a small text by a kernel, or by the definition; return the outputs of its calls."""
     group, *dims = sizes
@@ -135,11 +138,12 @@ def compute_trial(
     inputs = queries, *stable(trial, bits, *drawn)
     text, states = [x.to(like.device, like.dtype).to(dtype) for x in inputs], []  # type: ignore[var-annotated]
     trial.to(like.device, dtype)
+    scores = (TRIAL_CAP, torch.linspace(-1, 1, heads * group, dtype=dtype, device=like.device)) if is_scored else ()
     ends, out = TRIAL_ENDS if kernel == "c" or of_token else TRIAL_ENDS[::3], []
     for begin, end in zip((0, *ends), ends, strict=False):
         if of_token:  # PyTorch reads the texts around them
             trial.reader = kernel if by_kernel and end - begin == 1 else "pytorch"
-        out.append(trial(*(x[:, :, begin:end] for x in text), TRIAL_SCALE, None, states))
+        out.append(trial(*(x[:, :, begin:end] for x in text), TRIAL_SCALE, None, states, *scores))
     return out
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
-
 import torch
 
 from linearizer.errors import RequestError
 from linearizer.method.by_prices import MIN_KL, find_equal_share
 from linearizer.method.choose import candidates_of, compare_students, kl_at_places
 from linearizer.method.decide import allocate_alike, decide, fewer_bits, sinks_to_try
-from linearizer.method.head_prices import ALL, Part, Share, estimate_prices, options_to_price
-from linearizer.method.recorder import Samples, samples_of
+from linearizer.method.head_prices import Part, estimate_prices, options_to_price
+from linearizer.method.recorder import samples_of
 from linearizer.method.texts import TextsOfRun
 from linearizer.plan.allocation import Allocation, heads_replaced
 from linearizer.plan.head_bytes import Head
@@ -24,67 +22,49 @@ from linearizer.run.measured import KlOfLayer, Prices
 from linearizer.run.stopping import log_progress
 from linearizer.teacher.load import Teacher
 from linearizer.teacher.logits import drawn_places
+from linearizer.teacher.ranks import ALONE, Ranks
 
 SINKS_LENGTH = 4  # budgets: sinks matter as soon as the first tokens leave a head's window
+PRICE = "price"  # what rank 0 asks for: `price_share`
 LAYERS = "state/priced"  # a file for each priced layer and group of texts, until all are priced
-Product = TypeVar("Product")
 
 
-class Helpers(Protocol):
-    """Other processes that price some of the heads."""
-
-    @property
-    def count(self) -> int:
-        """The number of processes, including the run's own."""
-
-    def beside(self, sinks: int, steps: Steps[Product]) -> Steps[Product]:
-        """Let the helpers price their shares while this process takes the steps of its own share."""
-
-
-def allocate(run: Run, teacher: Teacher, texts: TextsOfRun, helpers: Helpers | None = None) -> Steps[Allocation]:
+def allocate(run: Run, teacher: Teacher, texts: TextsOfRun, ranks: Ranks = ALONE) -> Steps[Allocation]:
     """Decide what every head holds: price the heads, spend the budget, and keep the best of a few whole students.
 
     An allocation is computed of stored measurements, so a run that was stopped decides the same again.
     """
     plan = run.plan
     if plan.strategy_spec.decided_by == "prices" and run.prices is None:
-        yield from price_heads(run, teacher, texts.priced, helpers)
+        yield from price_heads(run, teacher, texts.priced, ranks)
     allocation = decide(run, plan, teacher.inspection.layers)
     if plan.strategy_spec.decided_by == "prices":
         offered = candidates_of(run, allocation)
-        measured = run.candidates or (yield from compare_students(run, teacher, texts.compared, offered))
+        measured = run.candidates or (yield from compare_students(run, teacher, texts.compared, offered, ranks))
         allocation = offered.get(measured.kept.name, allocation)
     run.write_product("allocation.json", allocation.to_json())
     run.log(EventName.ALLOCATED, strategy=allocation.strategy, features_mean=allocation.features_mean)
     return allocation
 
 
-def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor, helpers: Helpers | None = None) -> Steps[Prices]:
+def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor, ranks: Ranks = ALONE) -> Steps[Prices]:
     """Estimate the prices of all KV heads."""
     options = options_of(run, teacher, texts)
     stored = read_priced_layers(run, options)
     sinks = next(iter(stored.values())).sinks if stored else (yield from choose_sinks(run, teacher, texts))
-    samples = samples_of(run)
-    count = 1 if helpers is None else helpers.count
-    steps = price_share(run, teacher, texts, sinks, samples, Share(0, count))
-    prices = yield from log_progress(run, steps if helpers is None else helpers.beside(sinks, steps))
-    if count > 1:  # the helpers have stored their prices
-        prices = yield from log_progress(run, price_share(run, teacher, texts, sinks, samples))
+    ranks.hear((PRICE, sinks))
+    prices = yield from log_progress(run, price_share(run, teacher, texts, sinks, ranks))
+    ranks.gather(None)  # the others have stored their prices
+    if ranks.count > 1:
+        prices = yield from log_progress(run, price_share(run, teacher, texts, sinks))
     run.write_product("prices.json", prices.to_json())
     remove(run.folder / LAYERS)
     run.log(EventName.PRICED, tokens=texts.numel())
     return prices
 
 
-def help_pricing(run: Run, teacher: Teacher, token: str | None, sinks: int, share: Share) -> Steps[None]:
-    """Price a share of the layers for the process of a run."""
-    yield from price_share(run, teacher, TextsOfRun.of(run, teacher, token).priced, sinks, samples_of(run), share)
-
-
-def price_share(
-    run: Run, teacher: Teacher, texts: torch.Tensor, sinks: int, samples: Samples, share: Share = ALL
-) -> Steps[Prices]:
-    """Estimate the prices of a share of the layers, and store those of each layer in a file of its own."""
+def price_share(run: Run, teacher: Teacher, texts: torch.Tensor, sinks: int, ranks: Ranks = ALONE) -> Steps[Prices]:
+    """Estimate the prices of a rank's layers, and store those of each layer in a file of its own."""
     options = options_of(run, teacher, texts)
     stored = read_priced_layers(run, options)
     with writing(run.folder / LAYERS):
@@ -96,8 +76,8 @@ def price_share(
     layers = teacher.inspection.layers
     shown = find_equal_share(options, next(filter(heads_replaced, layers)), sinks, run.plan.budget or 0)
     stored_kl = {part: prices.kl[0] for part, prices in stored.items()}
-    arguments = (teacher.model, texts, layers, options, sinks, samples)
-    return (yield from estimate_prices(*arguments, stored_kl, keep, share, shown))
+    arguments = (teacher.model, texts, layers, options, sinks, samples_of(run))
+    return (yield from estimate_prices(*arguments, stored_kl, keep, ranks, shown))
 
 
 def options_of(run: Run, teacher: Teacher, texts: torch.Tensor) -> tuple[Head, ...]:

@@ -28,23 +28,24 @@ from linearizer.run.measured import CANDIDATES, Candidate, Candidates
 from linearizer.run.stopping import log_progress
 from linearizer.teacher.load import Teacher
 from linearizer.teacher.logits import drawn_places
+from linearizer.teacher.ranks import ALONE, Ranks
 from linearizer.teacher.streaming import bytes_for_weights, is_streamed
 
 PRICED, WINDOWS, SLOTS, WINDOW = "by prices", "windows by prices", "equal slots", "plain window"
 PLAIN_BITS = 8  # of a number in the state of a plain window, unless the plan sets bits
+COMPARE = "compare"  # what rank 0 asks for: `compare_share`
 SINGLE = 4  # bytes of a number in float32
 HALVES = (torch.bfloat16, torch.float16)
 
 
 def compare_students(
-    run: Run, teacher: Teacher, texts: torch.Tensor, offered: Mapping[str, Allocation]
+    run: Run, teacher: Teacher, texts: torch.Tensor, offered: Mapping[str, Allocation], ranks: Ranks = ALONE
 ) -> Steps[Candidates]:
     """Measure the students of allocations on texts (texts, tokens) that no head was priced on."""
-    layers, allocations = teacher.inspection.layers, list(offered.values())
+    allocations = list(offered.values())
+    ranks.hear((COMPARE, allocations))
+    kl = yield from log_progress(run, compare_share(run, teacher, texts, allocations, ranks))
     places = drawn_places(texts.shape[1])
-    with nullcontext() if teacher.inspection.packed else in_float32(teacher.model):
-        steps = kl_at_places(teacher.model, texts, layers, allocations, samples_of(run), places)
-        kl = yield from log_progress(run, steps)
     length, tokens = run.plan.resolved_length(run.positions), texts.shape[1]
     lengths = tuple(sorted({max(1, length // 4), min(length, tokens), tokens}))
     measured = tuple(
@@ -55,6 +56,16 @@ def compare_students(
     run.write_product(CANDIDATES, result.to_json())
     run.log(EventName.CHECKED, kept=result.kept.name, lengths=lengths, kl={each.name: each.kl for each in measured})
     return result
+
+
+def compare_share(
+    run: Run, teacher: Teacher, texts: torch.Tensor, allocations: Sequence[Allocation], ranks: Ranks = ALONE
+) -> Steps[list[torch.Tensor]]:  # (texts, places) for each allocation
+    """Measure the students of a rank's allocations, and gather those of the others."""
+    arguments = teacher.inspection.layers, ranks.share(allocations), samples_of(run), drawn_places(texts.shape[1])
+    with nullcontext() if teacher.inspection.packed else in_float32(teacher.model):
+        own = yield from kl_at_places(teacher.model, texts, *arguments)
+    return ranks.gather_shares([kl.cpu() for kl in own])
 
 
 def candidates_of(run: Run, allocation: Allocation) -> Mapping[str, Allocation]:

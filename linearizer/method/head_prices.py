@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -31,6 +30,7 @@ from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.measured import SMALLEST, KlOfLayer, Prices
 from linearizer.student.attention_interface import attention_by_layer, device_of
+from linearizer.teacher.ranks import ALONE, Ranks
 from linearizer.teacher.streaming import is_streamed
 
 MANY = 4  # blocks of slots
@@ -40,20 +40,6 @@ MAX_GRADIENTS = 2**27  # of several texts together; one text may take more
 
 Tensor = torch.Tensor
 Part = tuple[int, int]  # a layer, and the first of a group of texts
-
-
-@dataclass(frozen=True)
-class Share:
-    """The layers that one of several processes prices, each on its device: no price depends on another.
-
-    A run's own process has the share with number 0, and is the only one that writes its log.
-    """
-
-    number: int = 0
-    count: int = 1
-
-
-ALL = Share()
 
 
 def options_to_price(length: int, far: str = "slots", bits: int = 16, fewer: Sequence[int] = ()) -> tuple[Head, ...]:
@@ -104,13 +90,13 @@ def estimate_prices(
     samples: Samples,
     before: Mapping[Part, KlOfLayer] | None = None,
     keep: Callable[[Part, KlOfLayer], None] = lambda part, kl: None,
-    share: Share = ALL,
+    ranks: Ranks = ALONE,
     shown: int = 0,
 ) -> Steps[Prices]:
     """Estimate the prices of all heads, in the memory of training on a few texts without an optimiser.
 
-    `keep` receives each part of the share: the kl of a layer, summed over the tokens of a group of texts; `before`
-    holds those of an earlier call, or of other shares. The draws of a text do not depend on the other texts. The
+    `keep` receives each part of this rank: the kl of a layer, summed over the tokens of a group of texts; `before`
+    holds those of an earlier call, or of other ranks. The draws of a text do not depend on the other texts. The
     progress tells the kl of the heads of a layer with the option at `shown`.
     """
     readers = readers_by_layer(layers)
@@ -119,7 +105,7 @@ def estimate_prices(
     kl = dict(before or {})
     size = texts_together(layers, texts)
     groups = range(0, len(texts), size)
-    parts = parts_of(share, groups, priced)
+    parts = parts_of(ranks, groups, priced)
     pending = [first for first in groups if any(part[1] == first and part not in kl for part in parts)]
     devices = {index: device_of(module, teacher.device) for index, module in attention_by_layer(teacher).items()}
     recordings = {
@@ -162,13 +148,13 @@ def readers_by_layer(layers: Sequence[Layer]) -> dict[int, list[int]]:
     return {index: [reader for reader, layer in enumerate(layers) if layer.reads == index] for index in replaced}
 
 
-def parts_of(share: Share, groups: Sequence[int], layers: Sequence[int]) -> set[Part]:
-    """List the layers and groups of texts of a process: half of the texts where the number of processes is even.
+def parts_of(ranks: Ranks, groups: Sequence[int], layers: Sequence[int]) -> set[Part]:
+    """List the layers and groups of texts of a rank: half of the texts where the number of ranks is even.
 
-    Processes with the same texts share the layers; each process runs the whole model.
+    Ranks with the same texts share the layers; each runs the whole model, and no price depends on another.
     """
-    halves = 2 if share.count % 2 == 0 and len(groups) > 1 else 1
-    indices, half = layers[share.number // halves :: share.count // halves], groups[share.number % halves :: halves]
+    halves = 2 if ranks.count % 2 == 0 and len(groups) > 1 else 1
+    indices, half = layers[ranks.number // halves :: ranks.count // halves], groups[ranks.number % halves :: halves]
     return {(index, first) for index in indices for first in half}
 
 

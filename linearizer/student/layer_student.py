@@ -19,7 +19,7 @@ from torch import nn
 from .attention_of_student import FEWER, GAIN, HeadKind, HeadState, Merging, Scores, read, working_dtype
 
 Tensor = torch.Tensor
-DOOR, VERSION = "linearizer.kernels.door", 2  # of kernels that fit this code
+DOOR, VERSION = "linearizer.kernels.door", 3  # of kernels that fit this code
 SLOW = (
     "PyTorch reads with this linearized model, which takes several times as long as with the kernels of the package "
     "linearizer: install that package from its repository to use them"
@@ -267,8 +267,8 @@ class LayerStudent(nn.Module):
         query = query.view(batch, self.kv_heads, count // self.kv_heads, tokens, dim)
         # the output lies in memory token by token, as the layer needs it
         out = value.new_empty(batch, tokens, *query.shape[1:3], value.shape[-1]).permute(0, 2, 3, 1, 4)
-        kernels = None if self.reader == "pytorch" or scores is not None else find_kernels()
-        done = [] if kernels is None else kernels.read(self, states, query, key, value, scale, real, out)
+        kernels = None if self.reader == "pytorch" else find_kernels()
+        done = [] if kernels is None else kernels.read(self, states, query, key, value, scale, real, out, scores)
         if states is not None:
             states += [None] * (len(self.groups) - len(states))
         for index, group in enumerate(self.head_groups()):

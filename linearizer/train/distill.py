@@ -23,15 +23,19 @@ from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.files import remove, writing
 from linearizer.run.folder import Run, ends_of_phases
-from linearizer.run.stopping import log_progress, uninterrupted
+from linearizer.run.stopping import YIELD_SECONDS, log_progress, uninterrupted
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.layers import featured
 from linearizer.teacher.logits import check_logits
 from linearizer.teacher.observing import attending_as_teacher
+from linearizer.teacher.ranks import ALONE, Ranks
 from linearizer.train.lora import add_adapters, remove_adapters
 from linearizer.train.losses import EXCESS_NAMES
 from linearizer.train.settings import TrainingResult, TrainingSettings, training_settings
 from linearizer.train.trainer import NEWEST, PREVIOUS, Losses, Trainer, read_state, write_state
+
+TRAIN = "train"  # what rank 0 asks for: `train_share`
+TOGETHER_SECONDS = 600.0  # that a step of several ranks has before it is interrupted: then nothing is saved
 
 
 def distill(
@@ -42,23 +46,27 @@ def distill(
     folder: Path | None = None,
     resume: bool = False,
     enough: Callable[[int], bool] = lambda step: False,
+    ranks: Ranks = ALONE,
 ) -> Steps[TrainingResult]:
     """Train a student's feature maps; with a folder, a training that was stopped resumes where it stopped.
 
-    Before each step `enough` receives the number of finished steps; returning true ends the training early.
+    Before each step `enough` receives the number of finished steps; returning true ends the training early. Several
+    ranks call this together; rank 0 decides when it is enough, and writes into the folder.
     """
     with attending_as_teacher(student):
         check_logits(student, texts)
     with trainable_features(student, settings):
-        trainer, events, new_events = Trainer(student, texts, settings), list[str](), list[str]()
+        trainer, events, new_events = Trainer(student, texts, settings, ranks), list[str](), list[str]()
         facts = {**identity_of(student, texts, settings), "events": events}
 
         def save() -> None:
-            if folder is not None:
-                write_state(folder, trainer.state(facts))
+            with uninterrupted():
+                trainer.gather_layers()
+                if folder is not None and ranks.number == 0:
+                    write_state(folder, trainer.state(facts))
 
         if folder is not None and not resume:
-            for name in (NEWEST, PREVIOUS):
+            for name in (NEWEST, PREVIOUS) if ranks.number == 0 else ():
                 remove(folder / name)
         elif folder is not None and (state := read_state(folder)) is not None:
             check_identity(facts, state.facts, folder)
@@ -67,10 +75,12 @@ def distill(
             new_events += filter(None, [state.warning])
         try:
             yield from run_steps(trainer, events, new_events, enough, save)
-        except (GeneratorExit, KeyboardInterrupt):
-            if trainer.is_whole:
-                with uninterrupted():
-                    save()
+        except (GeneratorExit, KeyboardInterrupt) as end:
+            # between two steps, where a generator is closed, the other ranks wait to hear whether it is enough
+            between = type(end) is GeneratorExit and trainer.step < settings.steps
+            if trainer.is_whole and (ranks.count == 1 or between):
+                ranks.hear(True)
+                save()
             raise
     layers = {index: optimizer.status for index, optimizer in trainer.optimizers.items()}
     return TrainingResult(
@@ -93,7 +103,7 @@ def run_steps(
     """Take the remaining steps, and save the state every few steps; add all `new_events` to `events`."""
     settings, first, begun = trainer.settings, trainer.step, time.monotonic()
     events += new_events
-    while trainer.active() and trainer.step < settings.steps and not enough(trainer.step):
+    while trainer.active() and trainer.step < settings.steps and not trainer.ranks.hear(enough(trainer.step)):
         losses, problems = trainer.take_step()
         events += problems
         if trainer.step % settings.save_every == 0 or trainer.step == settings.steps:
@@ -156,11 +166,13 @@ def trainable_features(student: LinearizedForCausalLM, settings: TrainingSetting
             p.requires_grad_(flag).grad = None
 
 
-def train(run: Run, student: LinearizedForCausalLM, allocation: Allocation, texts: torch.Tensor) -> Steps[None]:
+def train(
+    run: Run, student: LinearizedForCausalLM, allocation: Allocation, texts: torch.Tensor, ranks: Ranks = ALONE
+) -> Steps[None]:
     """Initialise the student from the profile's samples, and train it in the phases of the plan."""
     initialise(student, samples_of(run))
     for number, settings in phases(run.plan, allocation):
-        yield from train_phase(run, student, settings, texts, number)
+        yield from train_phase(run, student, settings, texts, number, ranks)
     run.clear_request("use")  # only now: the request also ends the phases of later losses
 
 
@@ -172,7 +184,12 @@ def phases(plan: Plan, allocation: Allocation) -> list[tuple[int, TrainingSettin
 
 
 def train_phase(
-    run: Run, student: LinearizedForCausalLM, settings: TrainingSettings, texts: torch.Tensor, number: int
+    run: Run,
+    student: LinearizedForCausalLM,
+    settings: TrainingSettings,
+    texts: torch.Tensor,
+    number: int,
+    ranks: Ranks = ALONE,
 ) -> Steps[None]:
     """Train with one loss, from its last saved step to its end, which may have been early."""
     folder = run.folder / "state" / "training" / str(number)
@@ -184,6 +201,15 @@ def train_phase(
     def enough(step: int) -> bool:
         return step >= end or run.has_request("use")
 
-    steps = distill(student, texts, settings, folder=folder, resume=begun, enough=enough)
-    result = yield from log_progress(run, steps)
+    ranks.hear((TRAIN, number, begun))
+    steps = distill(student, texts, settings, folder=folder, resume=begun, enough=enough, ranks=ranks)
+    result = yield from log_progress(run, steps, YIELD_SECONDS if ranks.count == 1 else TOGETHER_SECONDS)
     run.log(EventName.DISTILLED, phase=number, asked=settings.steps, **asdict(result))
+
+
+def train_share(
+    run: Run, student: LinearizedForCausalLM, texts: torch.Tensor, number: int, begun: bool, ranks: Ranks
+) -> Steps[TrainingResult]:
+    """Train this rank's share in a phase, from the same step as rank 0."""
+    folder, settings = run.folder / "state" / "training" / str(number), training_settings(run.plan)[number]
+    return distill(student, texts, settings, folder=folder, resume=begun, ranks=ranks)

@@ -2,15 +2,16 @@
 
 A layerwise step is one forward pass of the teacher. Each layer's loss is computed and differentiated while the layer
 attends, on its own queries, keys and values, and is freed before the next layer begins. A layer whose training diverges
-returns to its last good state. The state of a training is a file of tensors and facts with a digest of itself, replaced
-at once; the previous file serves if the newest is damaged.
+returns to its last good state. Ranks share the layers, or the texts of an end-to-end step, and take each step together.
+The state of a training is a file of tensors and facts with a digest of itself, replaced at once; the previous file
+serves if the newest is damaged.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.layers import featured, layer_number, output_projections
 from linearizer.teacher.logits import PROBE_TOKENS
 from linearizer.teacher.observing import attending_as_teacher, observing
+from linearizer.teacher.ranks import ALONE, Ranks
 from linearizer.train.lora import without_adapters
 from linearizer.train.losses import (
     AttentionInputs,
@@ -55,13 +57,16 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # Adam's state of a parameter
 class Trainer:
     """A training of which `step` steps are done."""
 
-    def __init__(self, student: LinearizedForCausalLM, texts: torch.Tensor, settings: TrainingSettings) -> None:
-        self.student, self.texts, self.settings = student, texts, settings
+    def __init__(
+        self, student: LinearizedForCausalLM, texts: torch.Tensor, settings: TrainingSettings, ranks: Ranks = ALONE
+    ) -> None:
+        self.student, self.texts, self.settings, self.ranks = student, texts, settings, ranks
         self.device = next(student.parameters()).device
         self.optimizers = make_optimizers(student, settings)
         self.step, self.rows = 0, settings.batch  # rows: texts that run through the model together
         self.is_whole = True  # all layers are at this step
         self.layerwise = settings.loss in LAYERWISE
+        self.own = ranks.share([*self.optimizers]) if self.layerwise else [*self.optimizers]
         probe = texts[:1, :PROBE_TOKENS].to(self.device)
         self.projections: Mapping[int, nn.Module] = {}
         if settings.loss == "output":
@@ -72,15 +77,16 @@ class Trainer:
         """Take one step; return its losses, and sentences about what went wrong."""
         keep = window_share(self.settings, self.step)
         losses, events = self.gradients_that_fit(draw_batch(self.texts, self.settings, self.step).to(self.device), keep)
+        losses = self.add_up(losses)
         rate = rate_share(self.settings, self.step)
         problems: dict[str, list[int]] = {}
         self.is_whole = False
-        for index, optimizer in self.active().items():
+        for index, optimizer in self.active(self.own).items():
             if message := optimizer.take_step(losses["excess"][index], self.step, rate, keep == 1.0):
                 problems.setdefault(message, []).append(index)
             optimizer.adam.zero_grad()
         self.step, self.is_whole = self.step + 1, True
-        for message, layers in problems.items():
+        for message, layers in self.gather_problems(problems).items():
             events.append(f"step {self.step}: layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}: {message}")
         if not self.active():
             reasons = {optimizer.status.given_up for optimizer in self.optimizers.values()}
@@ -90,9 +96,45 @@ class Trainer:
             )
         return losses, events
 
-    def active(self) -> dict[int, LayerOptimizer]:
-        """List the layers that still train."""
-        return {index: optimizer for index, optimizer in self.optimizers.items() if optimizer.status.given_up is None}
+    def active(self, layers: Iterable[int] | None = None) -> dict[int, LayerOptimizer]:
+        """List the layers that still train: all, or some of them."""
+        chosen = {index: self.optimizers[index] for index in (self.optimizers if layers is None else layers)}
+        return {index: optimizer for index, optimizer in chosen.items() if optimizer.status.given_up is None}
+
+    def add_up(self, losses: Losses) -> Losses:
+        """Add up the losses of all ranks, and the gradients of an end-to-end loss."""
+        if not self.layerwise and self.ranks.count > 1:
+            weights = [p for optimizer in self.active().values() for p in optimizer.parameters.values()]
+            for p in weights:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            self.ranks.add_up([p.grad for p in weights if p.grad is not None])
+        total: Losses = {"loss": {}, "excess": {}}
+        for of_rank in self.ranks.gather(losses):
+            for name, of_layers in of_rank.items():
+                for index, loss in of_layers.items():
+                    total[name][index] = total[name].get(index, 0.0) + loss
+        return total
+
+    def gather_problems(self, problems: dict[str, list[int]]) -> dict[str, list[int]]:
+        """Gather what went wrong in a step, and the states of all layers."""
+        if not self.layerwise:  # all ranks train all layers alike
+            return problems
+        gathered: dict[str, list[int]] = {}
+        for statuses, of_rank in self.ranks.gather(({i: self.optimizers[i].status for i in self.own}, problems)):
+            for index in statuses.keys() - {*self.own}:
+                self.optimizers[index].status = statuses[index]
+            for message, layers in of_rank.items():
+                gathered[message] = sorted([*gathered.get(message, []), *layers])
+        return gathered
+
+    def gather_layers(self) -> None:
+        """Bring the layers that other ranks train to the state that they have there."""
+        if not self.layerwise or self.ranks.count == 1:
+            return
+        own = {index: {n: x.cpu() for n, x in self.optimizers[index].tensors().items()} for index in self.own}
+        for of_rank in self.ranks.gather(own):
+            for index in of_rank.keys() - {*self.own}:
+                self.optimizers[index].restore(of_rank[index], asdict(self.optimizers[index].status))
 
     def gradients_that_fit(self, ids: torch.Tensor, keep: float) -> tuple[Losses, list[str]]:
         """Compute the gradients of a batch, split into as many parts as memory requires."""
@@ -118,8 +160,11 @@ class Trainer:
         """Add up the gradients of the parts of a batch; return the losses, averaged over it."""
         losses: Losses = {"loss": {}, "excess": {}}
         compute = self.layer_losses if self.layerwise else self.model_losses
-        for part in ids.split(self.rows):
-            share = len(part) / len(ids)
+        texts = len(ids)
+        if not self.layerwise:
+            ids = ids[self.ranks.number :: self.ranks.count]
+        for part in ids.split(self.rows) if len(ids) else ():
+            share = len(part) / texts
             for index, of_layer in compute(part, keep, share).items():
                 for name, means in losses.items():
                     means[index] = means.get(index, 0.0) + share * float(getattr(of_layer, name))
@@ -127,7 +172,7 @@ class Trainer:
 
     def layer_losses(self, ids: torch.Tensor, keep: float, share: float) -> dict[int, LayerLoss]:
         """Compute and differentiate the loss of every layer while the teacher reads."""
-        active, losses = self.active(), dict[int, LayerLoss]()
+        active, losses = self.active(self.own), dict[int, LayerLoss]()
 
         def observe(
             module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, _: dict

@@ -47,12 +47,11 @@ class HeadsInRows:
         """Read texts, also given as a kernel takes them."""
         if not texts:
             return
-        if not given.scores and self.prepare(pool, given):
+        if self.prepare(pool, given):
             assert self.in_c is not None
-            group = given.q.shape[1] // given.k.shape[1]
-            self.in_c.read(
-                given.q.unflatten(1, (-1, group)), given.k, given.v, packed, given.out.unflatten(1, (-1, group))
-            )
+            group, (_, learned_sinks) = given.q.shape[1] // given.k.shape[1], given.scores or (None, None)
+            q, out = given.q.unflatten(1, (-1, group)), given.out.unflatten(1, (-1, group))
+            self.in_c.read(q, given.k, given.v, packed, out, learned_sinks)
             return
         single = [[text for text in texts if text[2] == 1 and (text[3] > 0) == begun] for begun in (True, False)]
         for alike in [*filter(None, single), *([text] for text in texts if text[2] > 1)]:
@@ -65,8 +64,9 @@ class HeadsInRows:
             self.prepared, group = place, given.q.shape[1] // given.k.shape[1]
             q, k, v = (x[:1].transpose(0, 1)[None] for x in (given.q, given.k, given.v))
             like = q.unflatten(1, (-1, group)), k, v
-            trusted = reads_in_c(self.student, *like)
-            self.in_c = RowReader.of(self.student, pool, self.row.places(), like, given.scale) if trusted else None
+            trusted, (cap, _) = reads_in_c(self.student, *like, bool(given.scores)), given.scores or (None, None)
+            arguments = self.student, pool, self.row.places(), like, given.scale, cap
+            self.in_c = RowReader.of(*arguments) if trusted else None
         return self.in_c is not None
 
     def read_alike(self, pool: Tensor, texts: list[Text], given: Inputs) -> None:

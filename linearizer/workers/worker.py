@@ -26,7 +26,7 @@ from linearizer.run.locks import inherit_lock
 from linearizer.run.stopping import check_stop, log_end
 from linearizer.workers.control import end_process, lock_and_queue
 from linearizer.workers.device_queue import Ticket, take_ticket, tickets
-from linearizer.workers.helpers import HelperProcesses, devices_to_hold
+from linearizer.workers.launch import LAUNCH_ENDED, devices_to_hold, launched, ranks_for
 
 Product = TypeVar("Product")
 FIRST_PRODUCTS = ("profile.json", "ways.json", "checkpoint")  # of runs of any kind
@@ -56,9 +56,15 @@ def work_on(run: Run, token: str | None = None) -> Steps[Any]:
     """Begin to work."""
     from linearizer import pipeline
 
-    if run.task is not None:
-        return pipeline.resume_evaluation(run, token)
-    return pipeline.linearize(run, token, locked=True, helpers=HelperProcesses(run, token))
+    return linearize_together(run, token) if run.task is None else pipeline.resume_evaluation(run, token)
+
+
+def linearize_together(run: Run, token: str | None = None) -> Steps[None]:
+    """Make the student of a run, with other ranks where there are several devices."""
+    from linearizer import pipeline
+
+    with ranks_for(run, token) as ranks:
+        yield from pipeline.linearize(run, token, locked=True, ranks=ranks)
 
 
 def work_in_foreground(run: Run, steps: Steps[Product], **details: Any) -> Steps[Product]:
@@ -138,7 +144,8 @@ def keep_faults(run: Run, token: str | None = None, file: Path | None = None) ->
 @contextmanager
 def stop_on_sigterm(run: Run) -> Iterator[None]:
     """Let SIGTERM stop the run like `control.stop` while the context lasts."""
-    before = signal.signal(signal.SIGTERM, lambda *_: run.make_request("stop"))
+    reason = LAUNCH_ENDED if launched("WORLD_SIZE") > 1 else ""
+    before = signal.signal(signal.SIGTERM, lambda *_: run.make_request("stop", reason))
     try:
         yield
     finally:

@@ -35,7 +35,7 @@ from linearizer.teacher import streaming
 from linearizer.teacher.inspect_model import inspect_model
 from linearizer.teacher.load import load_config, load_tokenizer
 from linearizer.workers.forecast import forecast_run, measure_speeds
-from linearizer.workers.helpers import HelperProcesses
+from linearizer.workers.worker import linearize_together
 
 FEW_WORDS = 4096  # entries of the vocabulary where only some layers are run: those of the demo model's tokenizer
 
@@ -160,7 +160,7 @@ def run_here(arguments):
     with quiet(), watched_disk(folder) as disk:
         last = time.perf_counter()
         run = pipeline.begin(folder, plan)
-        for progress in pipeline.linearize(run, helpers=HelperProcesses(run)):
+        for progress in linearize_together(run):
             now = time.perf_counter()
             spent[progress.step] = spent.get(progress.step, 0.0) + now - last
             last = now

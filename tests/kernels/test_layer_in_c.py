@@ -14,7 +14,7 @@ from linearizer.kernels.c import layer as layer_in_c
 from linearizer.kernels.c.compiler import compiled, load_kernel
 from linearizer.student.attention_of_student import tensors
 from tests.support.kernels import needs_compiler
-from tests.support.layers import SCALE, assert_same_states, layer, read, text
+from tests.support.layers import SCALE, assert_same_states, layer, move_keys, read, scores, text
 
 HELD = [[8, 0, 6, 4], [9, 0], [12, 0, 10, 4], [5, 0, 7, 4, 8], [9, 0, 0, 0, 8], [6, 0, 3, 2, 6], [40, 0, 9, 16, 5],
         [9, 0, 0, 0, 4], [0, 0, 0, 0, 16]]  # fmt: skip
@@ -41,6 +41,21 @@ def test_it_reads_as_pytorch_does(held, dim, value_dim, edges, padded, monkeypat
     seen = 1 if real is None else real[:, None, :, None]
     torch.testing.assert_close(found * seen, expected * seen)
     assert_same_states(memory, other)
+
+
+@needs_compiler
+@pytest.mark.parametrize("cap", [None, 3.0], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_it_caps_scores_and_has_learned_sinks_as_pytorch_does(cap, dtype, monkeypatch):
+    student, given = layer(HELD, dtype=dtype), text(9, LENGTH, dtype=dtype)
+    move_keys(student)
+    edges, altered = (1, 10, *range(11, 30), LENGTH), [scores(9, cap), (cap, None), ()]
+    found, memories = zip(*(read(student, given, edges, altered=each) for each in altered), strict=True)
+    assert all(map(in_c, memories))
+    monkeypatch.setenv("LINEARIZER_KERNELS", "0")
+    for out, each in zip(found, altered, strict=True):
+        torch.testing.assert_close(out, read(student, given, edges, altered=each)[0])
+    assert (found[0] - found[2]).abs().max() > 0.1
 
 
 @needs_compiler

@@ -15,7 +15,7 @@ from linearizer.kernels.triton import text_slots
 from linearizer.kernels.triton import token as token_kernels
 from tests.support import layers
 from tests.support.kernels import CLOSE, DEVICE, EXACT, ON_GPU
-from tests.support.layers import assert_same_states, layer, read, text
+from tests.support.layers import assert_same_states, layer, read, scores, text
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # in rows that hold nothing
 ENDS = (14, 15, 16, 17, 24)  # of calls: blocks leave in texts, and before two of the three tokens
@@ -35,9 +35,10 @@ ROWS = {  # what KV heads hold, and the sizes of keys and values
     "several parts": ([[12, 0, 34, 2, 8], [70, 0, 0, 0, 8]], 8, 8),
     "many slots, large blocks": ([[44, 0, 150, 37, 5], [36, 0, 20, 18]], 8, 8),
 }
+TWO_TEXTS = dict(texts=2, ends=(3, 16, 17))
 
 
-def read_rows(name, by_kernel, monkeypatch, ends=ENDS, texts=1, dtype=EXACT):
+def read_rows(name, by_kernel, monkeypatch, ends=ENDS, texts=1, dtype=EXACT, cap=None):
     """Read texts and tokens; return what they saw, and the states. Of two texts, the second has gaps."""
     held, dim, value_dim = ROWS[name]
     student = layer(held, dim, value_dim, dtype).to(DEVICE)
@@ -49,7 +50,8 @@ def read_rows(name, by_kernel, monkeypatch, ends=ENDS, texts=1, dtype=EXACT):
     given = [x.to(DEVICE) for x in text(len(held), ends[-1], dim, value_dim, dtype)]
     real = torch.ones(2, ends[-1], dtype=torch.bool, device=DEVICE)
     real[1, [0, 3, 7]] = False
-    out, states = read(student, [x[:texts] for x in given], ends, None if texts == 1 else real)
+    altered = () if cap is None else scores(len(held), cap or None)
+    out, states = read(student, [x[:texts] for x in given], ends, None if texts == 1 else real, altered=altered)
     return out if texts == 1 else out * real[:, None, :, None], states
 
 
@@ -73,7 +75,12 @@ def test_slots_merge_as_in_pytorch_however_many_and_however_often(monkeypatch):
 
 def test_texts_of_several_lengths_are_read_a_few_periods_at_a_time(monkeypatch):
     monkeypatch.setattr(text_slots, "PERIOD_BYTES", 1)
-    assert_alike("16 bits, other values", monkeypatch, texts=2, ends=(3, 16, 17))
+    assert_alike("16 bits, other values", monkeypatch, **TWO_TEXTS)
+
+
+@pytest.mark.parametrize("cap, name, given", [(3.0, "6 bits", {}), (0, "16 bits, other values", TWO_TEXTS)], ids=str)
+def test_scores_are_capped_beside_learned_sinks_as_in_pytorch(cap, name, given, monkeypatch):
+    assert_alike(name, monkeypatch, cap=cap, **given)
 
 
 def test_tokens_are_read_before_all_sinks_are_there(monkeypatch):
@@ -148,19 +155,22 @@ def test_another_text_begins_with_zeros_alone_and_waits_for_no_device(default, m
     assert seen.launches == 3
 
 
-@pytest.mark.parametrize("learned", ["metric", "gain", "mean_query"])
-def test_a_learned_number_that_changes_between_texts_is_noticed(learned, monkeypatch):
+def test_a_learned_number_that_changes_between_texts_is_noticed(monkeypatch):
     monkeypatch.setattr(door, "may_run_in_triton", lambda *_: True)
     student, given = layer([[7, 0, 5, 4], [5, 0, 7, 4]], 4, 4).to(DEVICE), [x.to(DEVICE) for x in text(2, 24, 4, 4)]
-    student.reader = "triton"
-    outs = [read(student, given, (24,))[0]]
-    for change in (lambda x: x.mul_(2), lambda x: setattr(x, "data", x.data * 2)):
-        change(getattr(student.groups[0].merger, learned))
+    merger, outs = student.groups[0].merger, []
+
+    def replace(x):
+        x.data = x.data * 2
+
+    changes = ("gain", lambda x: x), ("metric", lambda x: x.mul_(2)), ("gain", replace), ("mean_query", replace)
+    for learned, change in changes:
+        change(getattr(merger, learned))
+        student.reader = "triton"
         outs.append(read(student, given, (24,))[0])
         student.reader = "pytorch"
         torch.testing.assert_close(outs[-1], read(student, given, (24,))[0], rtol=CLOSE, atol=CLOSE)
-        student.reader = "triton"
-        assert not torch.allclose(outs[-1], outs[-2])
+        assert not any(torch.allclose(outs[-1], out) for out in outs[:-1])
 
 
 def test_reading_a_longer_text_takes_no_more_operations(default):

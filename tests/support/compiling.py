@@ -115,22 +115,23 @@ def everything(dim, features, dtype, group, slots, window=64, sinks=4):
     attention_loss_kernels.losses(u, w, q, k[:, :, window:], window, sinks)
     for bits in (4, 16):
         for tokens in (1, 2048):
-            read_in_pool(dim, dtype, group, sinks, bits, tokens, max(window, slots), slots)
+            read_in_pool(dim, dtype, group, sinks, bits, tokens, max(window, slots), slots, scored=bits == 4)
 
 
-def read_in_pool(dim, dtype, group, sinks, bits, tokens, window=64, slots=64, heads=8):
-    """Read a text, or a token, with heads of 16 bits or of any."""
+def read_in_pool(dim, dtype, group, sinks, bits, tokens, window=64, slots=64, heads=8, scored=False):
+    """Read a text, or a token, with heads of 16 bits or of any; and with scores that the model caps."""
     table, count = draw(heads, packed_rows.FIELDS.value, dtype=torch.int64), draw(1, dtype=torch.int64)
     merging = [draw(heads, dim + 1, dim + 1).float(), draw(heads).float()] if slots else []
     turns = state_pool.turning(StoredBasis(heads, dim, dim).to("meta"), torch.float32) if bits < 16 else []
     k, q = draw(1, heads, tokens, dim, dtype=dtype), draw(1, heads, group, tokens, dim, dtype=dtype)
     block = max(16, slots // 8) if slots else 0
     pool, sizes = draw(1, 2**20, dtype=torch.uint8), [sinks, slots, block, window + slots, bits, window, block]
-    given = q, k, k, 0.125, q, pool, count, table, merging, turns
-    if tokens == 1:
-        token.launch_token(*given, sizes[:5])
-    else:
-        text_slots.launch_text(*given, sizes, None)
+    given, learned = (q, k, k, [0.125, 50.0], q, pool), (table, merging, turns)
+    for rows in (None, draw(1, tokens, heads, group, 2).float())[: 1 + scored]:
+        if tokens == 1:
+            token.launch_token(*given, count, *learned, sizes[:5], rows)
+        else:
+            text_slots.launch_text(*given, [count], *learned, sizes, rows)
 
 
 def read_many_texts(dim=64, group=2):

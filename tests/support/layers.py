@@ -25,15 +25,25 @@ def text(heads, length, dim=8, value_dim=8, dtype=torch.float64):
     return [torch.randn(2, *shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
+def scores(heads, cap):
+    """How a model of so many KV heads caps its scores, and the logits of its learned sinks."""
+    return cap, torch.randn(GROUP * heads, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def move_keys(student):
+    """Draw the middles of keys, which change capped scores and the share of a learned sink."""
+    student.turns.key_middle.data.normal_(generator=torch.Generator().manual_seed(3))
+
+
 @torch.no_grad()
-def read(student, given, edges, real=None, memory=None, change=None):
+def read(student, given, edges, real=None, memory=None, change=None, altered=()):
     """Read in calls that end at these edges, and change the states before the last five; return outputs and states."""
     memory, out, start = [] if memory is None else memory, [], 0
     for index, end in enumerate(edges):
         if change and index >= len(edges) - 5:
             memory = change(memory)
         some = None if real is None or real[:, start:end].all() else real[:, start:end]
-        out.append(student(*(x[:, :, start:end] for x in given), SCALE, some, memory))
+        out.append(student(*(x[:, :, start:end] for x in given), SCALE, some, memory, *altered))
         start = end
     return torch.cat(out, -2), memory
 

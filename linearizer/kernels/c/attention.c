@@ -511,7 +511,7 @@ typedef struct {
 
 /* The memory in which a thread attends. */
 typedef struct {
-    REAL *queries, *logits, *top, *sum, *read;
+    REAL *queries, *logits, *top, *sum, *read, *left_out;  /* left_out: of scores, by the basis of keys */
 } Scratch;
 
 typedef struct Reader Reader;
@@ -532,8 +532,8 @@ struct Reader {
     long begin, place, found, version;      /* places of the first near token and of a part; version: the last slots */
     const int64_t *sizes;
     void **tensors;                         /* of the group */
-    const REAL *q, *k, *v;
-    REAL *out, root, query_scale, *seen, *level;  /* seen, level, seen_counts: of slots after each merge of a part */
+    const REAL *q, *k, *v, *learned_sinks;  /* logits that take weight, of the query heads; 0: none */
+    REAL *out, cap, root, query_scale, *seen, *level;  /* seen, level, seen_counts: of slots after each merge of a part */
     long *tokens, *seen_counts;
     Rows *rows;
     Shared *shared;
@@ -546,7 +546,7 @@ static long lay_scratch(const Reader *r, Scratch *scratch, char *memory) {
     long used = 0, rows = padded(r->chunk * r->query_heads, LANES);
     long tokens = r->sinks + r->window + r->chunk + r->slots.capacity + PARTS * ROWS;
     TAKE(scratch->queries, r->key.dim * rows), TAKE(scratch->logits, tokens * rows), TAKE(scratch->top, rows);
-    TAKE(scratch->sum, rows), TAKE(scratch->read, ROWS * r->value.size);
+    TAKE(scratch->sum, rows), TAKE(scratch->left_out, rows), TAKE(scratch->read, ROWS * r->value.size);
     return used;
 }
 
@@ -667,8 +667,8 @@ static void move_window(Reader *r, long place) {
 enum { NEXT, GROUPS, TEXTS, TOKENS, QUERY_HEADS, SINKS, KEY_DIM, VALUE_DIM, KEEPS, STRIDES_Q, STRIDES_K = STRIDES_Q + 4,
        STRIDES_V = STRIDES_K + 4, STRIDES_OUT = STRIDES_V + 4, LAYER_SIZES = STRIDES_OUT + 4 };
 enum { HEADS, WINDOW, SLOTS, BLOCK, KEY_BITS, VALUE_BITS, SLOT_BITS, KEPT_BF16, GROUP_SIZES };
-enum { FACTORS, Q, K, V, OUT, COUNT, PRESENT, CALL, STEPS_K, MIDDLE_K, MIDDLE_V, LAYER_TENSORS };
-enum { SCALE, ROOT };
+enum { FACTORS, Q, K, V, OUT, COUNT, PRESENT, CALL, LEARNED_SINKS, STEPS_K, MIDDLE_K, MIDDLE_V, LAYER_TENSORS };
+enum { SCALE, ROOT, CAP };
 enum { STORED_BF16 = 2 };  /* KEPT_BF16: a slot's mean is rounded to bf16; states may have its two bytes, too */
 /* Of threads that read together: counts, the function that starts them (GOMP_parallel), and the steps each shares. */
 enum { THREADS, PARALLEL, BEGUN, FINISHED, CALL_HEADER = 8 };
@@ -744,6 +744,12 @@ static const REAL *query_of(const Reader *r, long token, long head) {
     return r->q + token * r->sizes[STRIDES_Q + 3] + head * r->sizes[STRIDES_Q + 2];
 }
 
+/* Return a score that the model caps. */
+static inline REAL capped(REAL x, REAL cap) {
+    REAL decay = exponential(-2 * MAGNITUDE(x) / cap), y = cap * (1 - decay) / (1 + decay);
+    return x < 0 ? -y : y;
+}
+
 /* Attend with rows of tokens and write their outputs (a step), column after column: no row depends on another. */
 static void attend(const Reader *r, const Scratch *scratch, long index) {
     const Slots *slots = &r->slots;
@@ -764,6 +770,7 @@ static void attend(const Reader *r, const Scratch *scratch, long index) {
         {near_row(r, &r->key, from), near_row(r, &r->value, from), last + 1 - from, r->key.size, r->value.size},
         {seen, seen + slots->key, count, slots->key + slots->value, slots->key + slots->value}};
     REAL *queries = scratch->queries, *logits = scratch->logits, *top = scratch->top, *sum = scratch->sum;
+    REAL *left_out = scratch->left_out;
     for (long row = 0, t = 0, g = 0; row < rows; row += ROWS) {
         for (int m = 0; m < ROWS; m++) {
             a[m] = t < found ? query_of(r, tokens[t], g) : r->key.zeros;
@@ -774,6 +781,9 @@ static void attend(const Reader *r, const Scratch *scratch, long index) {
     }
     for (long t = found; t < 2 * found && t < r->found - first; t++)
         for (long g = 0; g < heads; g++) fetch(query_of(r, tokens[t], g), r->key.dim);
+    memset(left_out, 0, rows * sizeof(REAL));
+    for (long d = 0; (r->cap > 0 || r->learned_sinks) && r->key.middle && d < r->key.dim; d++)
+        for (long row = 0; row < rows; row++) left_out[row] += queries[d * rows + row] * r->key.middle[d];
     if (r->key.middle) {
         for (long d = 0; d < r->key.dim; d++)
             for (long row = 0; row < rows; row++) queries[d * rows + row] *= r->key.turn_back[d];
@@ -787,6 +797,8 @@ static void attend(const Reader *r, const Scratch *scratch, long index) {
         for (long i = 0; i < part->count; i++, j++) {
             REAL *column = logits + j * rows;
             long key_place = part == parts ? i : from + i;
+            for (long row = 0; r->cap > 0 && row < rows; row++)
+                column[row] = capped(column[row] + left_out[row], r->cap);
             if (part == parts + 2) {
                 for (long row = 0; row < rows; row++) column[row] += level[i];
             } else if (part == parts) {
@@ -800,6 +812,10 @@ static void attend(const Reader *r, const Scratch *scratch, long index) {
     memcpy(top, logits, rows * sizeof(REAL)), memset(sum, 0, rows * sizeof(REAL));
     for (REAL *column = logits; column < logits + j * rows; column += rows)
         for (long row = 0; row < rows; row++) top[row] = column[row] > top[row] ? column[row] : top[row];
+    for (long row = 0; r->learned_sinks && row < rows; row++) {
+        REAL sink = r->learned_sinks[row % heads] - (r->cap > 0 ? 0 : left_out[row]);
+        top[row] = sink > top[row] ? sink : top[row], sum[row] = exponential(sink - top[row]);
+    }
     for (REAL *column = logits; column < logits + j * rows; column += rows)
         for (long row = 0; row < rows; row++)
             column[row] = exponential(column[row] - top[row]), sum[row] += column[row];
@@ -943,6 +959,8 @@ static int read_head(const int64_t *sizes, void **tensors, const int64_t *group,
     r.v = (REAL *)tensors[V] + b * sizes[STRIDES_V] + head * sizes[STRIDES_V + 1];
     r.out = (REAL *)tensors[OUT] + b * sizes[STRIDES_OUT] + head * sizes[STRIDES_OUT + 1];
     const uint8_t *present = tensors[PRESENT] ? (uint8_t *)tensors[PRESENT] + b * tokens : 0;
+    r.cap = factors[CAP];
+    r.learned_sinks = tensors[LEARNED_SINKS] ? (REAL *)tensors[LEARNED_SINKS] + head * r.query_heads : 0;
     r.root = factors[ROOT], r.query_scale = r.key.middle ? factors[SCALE] / factors[ROOT] : factors[SCALE];
     long before = sizes[KEEPS] ? ((int64_t *)tensors[COUNT])[b] : 0, place = before;
     r.begin = before > r.window ? before - r.window : 0;

@@ -20,15 +20,23 @@ import torch
 
 from linearizer.kernels.c.compiler import Kernel, addresses_of, load_kernel, pack_numbers
 from linearizer.kernels.compiled import as_custom_op, is_traced
-from linearizer.student.attention_of_student import FEWER, SINK_TYPE, HeadState, packed_bytes, tensors, working_dtype
+from linearizer.student.attention_of_student import (
+    FEWER,
+    SINK_TYPE,
+    HeadState,
+    Scores,
+    packed_bytes,
+    tensors,
+    working_dtype,
+)
 
 VECTORS = ("sink_k", "sink_v", "window_k", "window_v", "slot_k", "slot_v")
 MERGING = ("metric", "gain", "mean_query")  # of heads with slots, in the kernel's order
 STORED = (*VECTORS, "weight", "spread")  # of states, in the kernel's order
 TOKENS_AT_ONCE = 16  # of a head: fewer are not worth a helper thread
 WIDEST = 64  # bytes of a vector register, if keys and values fill it
-TOKENS, STRIDES, CALL_TENSORS = 3, slice(9, 25), slice(1, 8)  # where the sizes and tensors of one call are
-LAYER_TENSORS, GROUP_TENSORS = 11, 1 + len(MERGING) + len(STORED)  # of a layer, followed by those of each group
+TOKENS, STRIDES, CALL_TENSORS = 3, slice(9, 25), slice(1, 9)  # where the sizes and tensors of one call are
+LAYER_TENSORS, GROUP_TENSORS = 12, 1 + len(MERGING) + len(STORED)  # of a layer, followed by those of each group
 PROCESS = os.getpid()
 
 Tensor = torch.Tensor
@@ -46,6 +54,7 @@ class KindOfTexts(NamedTuple):
     value_dim: int
     scale: float
     keeps: bool
+    cap: float = 0.0  # of scores; 0: none
 
 
 @dataclass
@@ -89,7 +98,7 @@ class ServedHeads:
         sinks, dims = groups[min(layouts)].sinks, (k.shape[-1], v.shape[-1])
         sizes = [0, len(layouts), len(k), 0, q.shape[2], sinks, *dims, int(kind.keeps), *[0] * 16]
         heads = [torch.tensor(groups[index].heads, device="cpu") for index in layouts]
-        factors = torch.tensor([kind.scale, kind.scale**0.5], dtype=torch.float64, device="cpu")
+        factors = torch.tensor([kind.scale, kind.scale**0.5, kind.cap], dtype=torch.float64, device="cpu")
         numbers = [*sizes, *numbers]
         return ServedHeads(kind, kernel, numbers, work, wide, layouts, heads, factors)
 
@@ -122,7 +131,7 @@ class LayerInC:
                 count = state.count.clone()
         turns = student.turns
         turn_tensors = [None] * 3 if turns is None else turns(functools.partial(steps_and_middles, turns), served.work)
-        addressed = [served.factors, *[None] * 7, *turn_tensors]
+        addressed = [served.factors, *[None] * 8, *turn_tensors]
         windows: dict[int, Tensor | None] = {}
         if memory is not None:
             memory += [None] * (len(student.groups) - len(memory))
@@ -150,7 +159,10 @@ class LayerInC:
                 return False
         return True
 
-    def read(self, memory: list | None, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, out: Tensor) -> None:
+    def read(
+        self, memory: list | None, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, out: Tensor,
+        learned_sinks: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Read a text or a token into `out` and update the states; q, k, v and out belong to the whole layer."""
         if is_traced():
             present = [index for index, x in enumerate(self.addressed) if x is not None]
@@ -160,7 +172,8 @@ class LayerInC:
             numbers, wide = self.served.numbers, self.served.wide
             read_heads(q, k, v, real, out, self.count, *tensors_at, input_at, state_at, numbers, wide)
         else:
-            call_kernel(self.served.kernel, self.sizes, self.addresses, q, k, v, real, out, self.count)
+            extra = real, out, self.count, learned_sinks
+            call_kernel(self.served.kernel, self.sizes, self.addresses, q, k, v, *extra)
         if memory is None:
             return
         self.count.add_(q.shape[-2] if real is None else real.sum(-1))
@@ -187,7 +200,7 @@ def helpers(process: int) -> ThreadPoolExecutor:
 
 def call_kernel(
     kernel: Kernel, sizes: Any, addresses: Any, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, out: Tensor,
-    count: Tensor,
+    count: Tensor, learned_sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Read; complete sizes and addresses with those of this call."""
     work, tokens = working_dtype(k), q.shape[-2]
@@ -198,12 +211,13 @@ def call_kernel(
     sizes[STRIDES] = [*of_q[:4], *of_k[:2], 0, of_k[2], *of_v[:2], 0, of_v[2], *of_out[:4]]
     sizes[0], sizes[TOKENS] = 0, tokens
     extra = count, None if real is None else real.contiguous()
+    learned_sinks = None if learned_sinks is None else learned_sinks.detach().to(work).contiguous()
     threads = torch.get_num_threads()
     openmp = begin_in_openmp() if os.getpid() == PROCESS else 0  # whose threads do not outlive a fork
     helper_count = 0 if openmp or tokens == 1 else min(threads, len(k) * k.shape[1] * -(-tokens // TOKENS_AT_ONCE)) - 1
     call = (ctypes.c_int64 * (8 * threads + 8))(threads, openmp) if threads > 1 and (openmp or helper_count) else None
-    pointers = [None if x is None else x.data_ptr() for x in (*inputs, *extra)]
-    addresses[CALL_TENSORS] = [*pointers, None if call is None else ctypes.addressof(call)]
+    *pointers, sinks_at = [None if x is None else x.data_ptr() for x in (*inputs, *extra, learned_sinks)]
+    addresses[CALL_TENSORS] = [*pointers, None if call is None else ctypes.addressof(call), sinks_at]
     futures = [helpers(os.getpid()).submit(kernel, sizes, addresses) for _ in range(helper_count)]
     done = kernel(sizes, addresses), *(future.cancel() or future.result() for future in futures)
     if not all(done):
@@ -284,8 +298,9 @@ def kinds_of(student: Any) -> tuple[tuple, ...]:
 
 
 def read_in_c(
-    student: Any, memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, out: Tensor
-) -> list[int]:
+    student: Any, memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, out: Tensor,
+    scores: Scores | None = None,
+) -> list[int]:  # fmt: skip
     """Read with all heads that the kernel serves, into `out`; return the indices of their groups.
 
     q (batch, heads, group, tokens, dim), k, v and out belong to the whole layer; `memory` has the states of groups.
@@ -293,13 +308,14 @@ def read_in_c(
     if (plan := held_layer(memory, k)) is None:
         if is_traced():
             return []
-        sizes = q.shape[2], q.shape[-2] > 1, k.shape[-1], v.shape[-1], scale, memory is not None
+        cap = 0.0 if scores is None else scores.cap or 0.0
+        sizes = q.shape[2], q.shape[-2] > 1, k.shape[-1], v.shape[-1], scale, memory is not None, cap
         kind = KindOfTexts(kinds_of(student), len(k), k.dtype, *sizes)
         if (served := getattr(student, "arguments_in_c", None)) is None or served.kind != kind:
             served = student.arguments_in_c = ServedHeads.of(student.groups, kind, q, k, v)
         if served is None or (plan := LayerInC.of(student, served, memory)) is None:
             return []
-    plan.read(memory, q, k, v, real, out)
+    plan.read(memory, q, k, v, real, out, None if scores is None else scores.sink)
     return list(plan.windows)
 
 

@@ -52,13 +52,15 @@ class RowReader:
     call: Any  # what the threads of one call share
 
     @staticmethod
-    def of(student: Any, pool: Tensor, places: Mapping[int, Places], like: tuple, scale: float) -> RowReader | None:
+    def of(
+        student: Any, pool: Tensor, places: Mapping[int, Places], like: tuple, scale: float, cap: float | None = None
+    ) -> RowReader | None:
         """Prepare all groups of a layer; `like` is a query, a key and a value of the layer. None: some are not served.
 
         pool (rows, bytes); `places` says where the states of each group lie in a row.
         """
         q, k, v = like
-        sizes = q.shape[2], True, k.shape[-1], v.shape[-1], scale, True
+        sizes = q.shape[2], True, k.shape[-1], v.shape[-1], scale, True, cap or 0.0
         served = ServedHeads.of(student.groups, KindOfTexts(kinds_of(student), 1, k.dtype, *sizes), q, k, v)
         in_two_bytes = k.dtype != working_dtype(k) and any(group.bits == 16 for group in student.groups)
         if served is None or len(served.layouts) < len(student.groups) or (in_two_bytes and k.dtype != torch.bfloat16):
@@ -69,7 +71,7 @@ class RowReader:
                 numbers[at + GROUP_SIZES - 1] = STORED_BF16
         kernel: Any = load_kernel("read_rows", served.work, served.wide)
         turns = [None] * 3 if student.turns is None else steps_and_middles(student.turns, served.work)
-        held: list[Tensor | None] = [served.factors, *[None] * 7, *turns]
+        held: list[Tensor | None] = [served.factors, *[None] * 8, *turns]
         state_at: dict[int, int] = {}
         for heads, index in zip(served.heads, served.layouts, strict=True):
             merging, named = student.groups[index].merging(scale), {}
@@ -84,7 +86,9 @@ class RowReader:
         call = (ctypes.c_int64 * (8 * threads + 8))(threads, openmp) if threads > 1 and openmp else None
         return RowReader(kernel, pack_numbers(*numbers), addresses, served.work, pool.stride(0), [*held, pool], call)
 
-    def read(self, q: Tensor, k: Tensor, v: Tensor, texts: Any, out: Tensor) -> None:
+    def read(
+        self, q: Tensor, k: Tensor, v: Tensor, texts: Any, out: Tensor, learned_sinks: Tensor | None = None
+    ) -> None:
         """Read the tokens of all texts into `out`, and change their rows.
 
         q and out (tokens, heads, group, dim), k and v (tokens, heads, dim); `texts` as `pack_texts` makes it.
@@ -94,9 +98,12 @@ class RowReader:
         inputs = [*(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)), out.to(self.work)]
         (q0, q1, q2, _), (k0, k1, _), (v0, v1, _), (o0, o1, o2, _) = (x.stride() for x in inputs)
         self.sizes[STRIDES] = [0, q1, q2, q0, 0, k1, 0, k0, 0, v1, 0, v0, 0, o1, o2, o0]
+        if learned_sinks is not None:
+            learned_sinks = learned_sinks.detach().to(self.work).contiguous()
         pointers = [x.data_ptr() for x in inputs]
+        sinks_at = None if learned_sinks is None else learned_sinks.data_ptr()
         self.addresses[CALL_TENSORS] = [
-            *pointers, None, None, None if self.call is None else ctypes.addressof(self.call)
+            *pointers, None, None, None if self.call is None else ctypes.addressof(self.call), sinks_at
         ]  # fmt: skip
         count = ctypes.c_int64(len(texts) // TEXT)
         if not self.kernel(self.sizes, self.addresses, texts, count, ctypes.c_int64(self.row_bytes)):

@@ -105,6 +105,23 @@ def update_softmax(top, total, acc, logits, live, v, C: tl.constexpr):
 
 
 @triton.jit
+def capped(logits, left_out, cap, C: tl.constexpr):
+    """Return scores as a model caps them; `left_out` is what the basis of keys leaves out of them."""
+    logits += left_out
+    if C.CAPPED:
+        logits = cap * (1 - 2 / (tl.exp(logits * (2 / cap)) + 1))
+    return logits
+
+
+@triton.jit
+def add_learned_sink(top, total, acc, sink):
+    """Let the logit of a learned sink take weight in the running softmax of rows."""
+    new_top = tl.maximum(top, sink)
+    decay = tl.exp(top - new_top)
+    return total * decay + tl.exp(sink - new_top), acc * decay[:, None]
+
+
+@triton.jit
 def row_bound(u_ptr, ceiling_ptr, rows, T, C: tl.constexpr):
     """Return max_m (u_m + ceiling_m) of each row."""
     bound = tl.full([rows.shape[0]], 2 * ABSENT, C.ACC)

@@ -40,6 +40,8 @@ class PackedConstants(Constants):
     RS: Any = None  # rows of pair costs read at a time
     DW: Any = None  # dimensions multiplied at a time where rows merge
     CODES: Any = None  # type of codes in a workspace
+    SCORED: Any = None  # whether the model caps its scores, or has learned sinks
+    CAPPED: Any = None  # whether it caps them
 
     __hash__ = Constants.__hash__  # since dataclasses do not inherit it
 

@@ -16,9 +16,17 @@ import torch
 from linearizer.kernels.compiled import is_traced
 from linearizer.kernels.features import first_places
 from linearizer.kernels.triton.dispatch import launch_text, launch_token
-from linearizer.student.attention_of_student import FEWER, SINK_TYPE, HeadState, Merging, packed_bytes, working_dtype
+from linearizer.student.attention_of_student import (
+    FEWER,
+    SINK_TYPE,
+    HeadState,
+    Merging,
+    Scores,
+    packed_bytes,
+    working_dtype,
+)
 from linearizer.student.columns import EMPTY
-from linearizer.student.layer_student import StoredBasis, rotation
+from linearizer.student.layer_student import StoredBasis, as_slice, rotation
 
 Tensor = torch.Tensor
 ALIGNED = 16  # a head's tensor begins at a multiple of these bytes
@@ -184,21 +192,25 @@ class StatePool:
         same = all(state.count is self.count and state.window_k is window for state, window in states)
         return same and self.dtype == k.dtype
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, out: Tensor) -> None:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, out: Tensor,
+        scored: Tensor | None = None, cap: float = 0.0,
+    ) -> None:  # fmt: skip
         """Attend with a text or a token, into `out`; q (batch, heads, group, tokens, dim), k and v have all heads of
         the layer."""
         layout, tokens = self.layout, q.shape[-2]
-        operands = self.pool, self.count, layout.table, self.merging, self.turns
+        scales, operands = [scale, cap], (layout.table, self.merging, self.turns)
         if self.reads_token(tokens, real):
-            launch_token(q, k, v, scale, out, *operands, layout.sizes[:5])
+            launch_token(q, k, v, scales, out, self.pool, self.count, *operands, layout.sizes[:5], scored)
             self.count.add_(1)
         elif real is None:
-            launch_text(q, k, v, scale, out, *operands, layout.sizes, None)
+            launch_text(q, k, v, scales, out, self.pool, [self.count], *operands, layout.sizes, scored)
             self.count.add_(tokens)
             self.missing = max(self.missing - tokens, 0)
         else:
             added, order = real.sum(-1), real.to(torch.int8).argsort(dim=-1, stable=True)
-            launch_text(q, k, v, scale, out.zero_(), *operands, layout.sizes, (added, order))
+            ends = [self.count, added, order]
+            launch_text(q, k, v, scales, out.zero_(), self.pool, ends, *operands, layout.sizes, scored)
             self.count.add_(added)
 
     def reads_token(self, tokens: int, real: Tensor | None) -> bool:
@@ -279,7 +291,7 @@ def turning(turns: StoredBasis, work: torch.dtype) -> list[Tensor]:
 
 def attend_in_pool(
     student: Any, memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, out: Tensor,
-    done: Sequence[int],
+    done: Sequence[int], scores: Scores | None = None,
 ) -> list[int]:  # fmt: skip
     """Attend with a text or a token, windows and slots at once, into `out`; return the indices of the groups served.
 
@@ -294,8 +306,24 @@ def attend_in_pool(
         if not (served := find_groups(groups, memory, k, scale, done)):
             return []
         pool = StatePool.of(student, served, memory, k, v, scale)
-    pool.attend(q, k, v, scale, real, out)
+    of_scores = () if scores is None else (scored_rows(student, scores, q, scale), scores.cap or 0.0)
+    pool.attend(q, k, v, scale, real, out, *of_scores)
     return list(pool.layout.groups)
+
+
+def scored_rows(student: Any, scores: Scores, q: Tensor, scale: float) -> Tensor:
+    """Return for every query what the basis of keys leaves out of its scores, and the logit of its learned sink:
+    (batch, tokens, heads, group, 2)."""
+    work = working_dtype(q)
+    rows = torch.zeros(len(q), q.shape[3], *q.shape[1:3], 2, dtype=work, device=q.device)
+    left_out, sinks = rows.unbind(-1)
+    for group in student.groups:
+        if student.turns is not None and group.has_basis:
+            heads = as_slice(group.heads)
+            of_heads = student.turns(student.turns.left_out, q[:, heads], heads) * scale**0.5
+            left_out[:, :, heads] = of_heads.permute(0, 3, 1, 2).to(work)
+    sinks.fill_(EMPTY) if scores.sink is None else sinks.copy_(scores.sink)
+    return rows
 
 
 def find_groups(groups: Sequence[Any], memory: list, k: Tensor, scale: float, done: Sequence[int]) -> dict[int, Any]:

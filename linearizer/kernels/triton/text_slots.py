@@ -22,6 +22,8 @@ import triton.language as tl
 
 from linearizer.kernels.triton.common import (
     EMPTY,
+    add_learned_sink,
+    capped,
     count_parts,
     for_chip,
     load_tile,
@@ -223,13 +225,16 @@ def take_queries(row_ptr, live, turns, head, turned, C: tl.constexpr):
 
 
 @triton.jit
-def logits_of(terms, codes, scales, C: tl.constexpr):
-    """Return products of queries, in one or two terms, with codes and their scales."""
+def logits_of(terms, codes, scales, left_out, cap, C: tl.constexpr):
+    """Return products of queries, in one or two terms, with codes and their scales, as the model caps them."""
     q_high, q_low = terms
     out = tl.dot(q_high, tl.trans(codes), out_dtype=C.ACC, input_precision=C.PRECISION)
     if C.TWO:
         out = tl.dot(q_low, tl.trans(codes), acc=out, out_dtype=C.ACC, input_precision=C.PRECISION)
-    return out * scales[None, :]
+    out *= scales[None, :]
+    if C.SCORED:
+        out = capped(out, left_out[:, None], cap, C)
+    return out
 
 
 @triton.jit
@@ -259,7 +264,7 @@ def load_sinks(pointer, bits, os, SINKS, WIDTH: tl.constexpr, WP: tl.constexpr, 
 def attend_periods(inputs, pool, turns, columns, ends, periods, TOKENS, COLUMNS, FROM, PERIODS, WIDTH, C: tl.constexpr):
     """Attend with the rows of a period; grid (text and head, period, part of its rows)."""
     SINKS = pool[4]
-    q_ptr, q_text, q_head, q_group, q_token, out_ptr, out_text, out_head, out_group, out_token = inputs
+    q_ptr, q_text, q_head, q_group, q_token, out_ptr, out_text, out_head, out_group, out_token, scored = inputs
     program, text, field_ptr, start_ptr, bits = head_of(pool)
     head, window = tl.load(field_ptr + HEAD), tl.load(field_ptr + WINDOW).to(tl.int32)
     block = tl.load(field_ptr + BLOCK).to(tl.int32)
@@ -275,6 +280,11 @@ def attend_periods(inputs, pool, turns, columns, ends, periods, TOKENS, COLUMNS,
         token, group = tokens_at(ends, text, place, live, end, TOKENS, C), row % C.G
         offset = text * q_text + head * q_head + tl.where(live, token * q_token + group * q_group, 0)
         terms = split_terms(take_queries(q_ptr + offset[:, None], live, turns, head, turned, C), C)
+        scored_ptr, cap, scored_text, scored_head, scored_token = scored
+        offset = text * scored_text + head * scored_head + tl.where(live, token * scored_token + 2 * group, 0)
+        left_out = tl.zeros([C.BT], C.ACC)
+        if C.SCORED:
+            left_out = tl.load(scored_ptr + offset, mask=live, other=0.0)
         top = tl.full([C.BT], EMPTY, C.ACC)
         total, acc = tl.zeros([C.BT], C.ACC), tl.zeros([C.BT, C.VP], C.ACC)
         if SINKS > 0:
@@ -283,7 +293,8 @@ def attend_periods(inputs, pool, turns, columns, ends, periods, TOKENS, COLUMNS,
             k = load_sinks(start_ptr + tl.load(field_ptr + SINK_K), bits, os, SINKS, C.D, C.DP, C)
             v = load_sinks(start_ptr + tl.load(field_ptr + SINK_V), bits, os, SINKS, C.DV, C.VP, C)
             seen = (os < SINKS)[None, :] & (os[None, :] <= place[:, None])
-            top, total, acc = add_scaled_values(top, total, acc, logits_of(terms, k, ones, C), seen, v, ones, C)
+            logits = logits_of(terms, k, ones, left_out, cap, C)
+            top, total, acc = add_scaled_values(top, total, acc, logits, seen, v, ones, C)
         new_k_ptr, new_v_ptr, new_scale_k_ptr, new_scale_v_ptr = columns_of(columns, program, COLUMNS, C)
         merged = tl.where(block > 0, period * block, tl.maximum(begin - window + 1, first - window))
         merged = tl.maximum(merged, SINKS)
@@ -292,7 +303,7 @@ def attend_periods(inputs, pool, turns, columns, ends, periods, TOKENS, COLUMNS,
             key_place = start + tl.arange(0, C.BN)
             column, inside = key_place - end + COLUMNS, key_place < stop
             codes, scales = load_columns((new_k_ptr, new_scale_k_ptr), column, inside, C.D, C.DP, C)
-            logits = logits_of(terms, codes, scales, C)
+            logits = logits_of(terms, codes, scales, left_out, cap, C)
             codes, scales = load_columns((new_v_ptr, new_scale_v_ptr), column, inside, C.DV, C.VP, C)
             seen = (key_place[None, :] >= oldest[:, None]) & (key_place[None, :] <= place[:, None]) & inside[None, :]
             top, total, acc = add_scaled_values(top, total, acc, logits, seen, codes, scales, C)
@@ -304,9 +315,12 @@ def attend_periods(inputs, pool, turns, columns, ends, periods, TOKENS, COLUMNS,
             version = tl.load(period_ptr + start + tl.arange(0, C.BN))
             level = tl.load(level_ptr + program * VERSIONS + version, mask=version >= 0, other=EMPTY)[None, :]
             codes, scales = load_columns(keys, version, version >= 0, C.D, C.DP, C)
-            logits = logits_of(terms, codes, scales, C) + level
+            logits = logits_of(terms, codes, scales, left_out, cap, C) + level
             codes, scales = load_columns(values, version, version >= 0, C.DV, C.VP, C)
             top, total, acc = add_scaled_values(top, total, acc, logits, level > EMPTY / 2, codes, scales, C)
+        if C.SCORED:
+            sink = tl.load(scored_ptr + offset + 1, mask=live, other=EMPTY)
+            total, acc = add_learned_sink(top, total, acc, sink)
         acc /= total[:, None]
         offset = text * out_text + head * out_head + tl.where(live, token * out_token + group * out_group, 0)
         row_ptr = out_ptr + offset[:, None]
@@ -334,7 +348,7 @@ def turn_back(acc, row_ptr, live, turns, head, WIDTH, C: tl.constexpr):
 @functools.cache  # or a launch would take longer than its kernel
 def text_constants(
     dims: tuple[int, int], group: int, sinks: int, length: int, dtype: torch.dtype, least: int, turned: bool,
-    ordered: bool, rows: int,
+    ordered: bool, rows: int, scored: bool, capped: bool,
 ) -> PackedConstants:  # fmt: skip
     """Return the compile-time constants of kernels that write columns and attend with periods of the given length."""
     exact, wide, work = dtype.itemsize > 2, max(map(padded, dims)) > 128, torch.promote_types(dtype, torch.float32)
@@ -342,35 +356,38 @@ def text_constants(
     return PackedConstants(
         D=dims[0], DV=dims[1], DP=padded(dims[0]), VP=padded(dims[1]), DS=min(32, padded(min(dims))), G=group, SP=sinks,
         BT=min(at_once, padded(length * group)), BN=32 if exact or wide else 64, MP=length, TURNED=turned,
-        ORDERED=ordered, TWO=not exact, **kinds_of_rows(dtype, least), **precision(work),
+        ORDERED=ordered, TWO=not exact, SCORED=scored, CAPPED=capped, **kinds_of_rows(dtype, least), **precision(work),
     )  # fmt: skip
 
 
 @on_device_of_first
 def launch_text(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, pool: Tensor, count: Tensor, table: Tensor,
-    merging: list[Tensor], turns: list[Tensor], sizes: list[int], order: tuple[Tensor, Tensor] | None,
+    q: Tensor, k: Tensor, v: Tensor, scales: list[float], out: Tensor, pool: Tensor, ends: list[Tensor],
+    table: Tensor, merging: list[Tensor], turns: list[Tensor], sizes: list[int], scored: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Read a text with the heads of a pool (state_pool.py), write outputs into `out`, and update the pool's states.
 
-    Where texts have padding, `order` counts the real tokens, (batch,), and lists them last, (batch, tokens).
+    `ends` has the count of the tokens read; where texts have padding, also that of their real tokens, (batch,), and
+    the order that puts these last, (batch, tokens). `scales` and `scored` as of a token (token.py).
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    (texts, bytes), heads, work = pool.shape, len(table), working_dtype(k)
+    (texts, bytes), heads, work, (scale, cap) = pool.shape, len(table), working_dtype(k), scales
     sinks, slots, block, _, least, window, least_block = sizes
     dims, group, tokens, programs = (q.shape[-1], v.shape[-1]), q.shape[2], q.shape[-2], texts * heads
     length, width, like = block or LEAST_PERIOD, window + tokens, q.new_empty(0, dtype=work)
-    layout, ends = (pool, table, heads, bytes, sinks), (count, *(order or (count, count)))  # placeholders are not read
+    layout, is_padded = (pool, table, heads, bytes, sinks), len(ends) > 1
+    counts = tuple(ends if is_padded else ends * 3)  # placeholders are not read
     turning = *(turns or [like] * 6), scale, scale**0.5
-    form = padded(sinks), length, k.dtype, least, bool(turns), order is not None
-    constants = text_constants(dims, group, *form, for_chip(ROWS, q))
+    form = padded(sinks), length, k.dtype, least, bool(turns), is_padded
+    constants = text_constants(dims, group, *form, for_chip(ROWS, q), scored is not None, cap > 0)
+    given = (like, cap, 0, 0, 0) if scored is None else (scored, cap, *scored.stride()[:3:2], scored.stride(1))
     columns = rows_for(k, programs * width, dims)
     keys_and_values = k, v, *k.stride()[:3], *v.stride()[:3]
     lay_columns[(programs, count_parts(width, constants.BN.value // 2))](
-        keys_and_values, layout, turning, columns, ends, tokens, width, constants, num_warps=8, num_stages=1
+        keys_and_values, layout, turning, columns, counts, tokens, width, constants, num_warps=8, num_stages=1
     )
     floats, lists, room = make_workspace(programs if merging else 0, slots + block, dims, like)
-    merging_size = merging_constants(dims, room, work, k.dtype, least, bool(turns), 1, order is not None)
+    merging_size = merging_constants(dims, room, work, k.dtype, least, bool(turns), 1, is_padded)
     periods = (tokens - 2) // (least_block or length) + 2
     at_once = merging_size.MP.value
     changed_rows, row_bytes = 2 * count_parts(block or 1, at_once) * at_once, sum(dims) * k.element_size()
@@ -380,14 +397,14 @@ def launch_text(
     versioned = *rows_for(k, programs * room_of_versions, dims), levels, lists_of_periods, room, room_of_versions
     rings = 1 + count_parts(window, ROWS_AT_ONCE)
     codes = pool.new_empty(programs * rings * ROWS_AT_ONCE * sum(map(padded, dims)))
-    queries_and_out, merged = (q, *q.stride()[:4], out, *out.stride()[:4]), tuple(merging or [like] * 2)
+    queries_and_out, merged = (q, *q.stride()[:4], out, *out.stride()[:4], given), tuple(merging or [like] * 2)
     for begin in range(0, periods, batch):
         merge_text[(programs, rings)](
-            layout, merged, columns, ends, (floats, lists, room), versioned, codes, tokens, width, begin, batch,
+            layout, merged, columns, counts, (floats, lists, room), versioned, codes, tokens, width, begin, batch,
             merging_size, **merging_launch(),
         )  # fmt: skip
         attend_periods[(programs, batch, count_parts(length * group, constants.BT.value))](
-            queries_and_out, layout, turning, columns, ends, versioned, tokens, width, begin, batch, dims[1],
+            queries_and_out, layout, turning, columns, counts, versioned, tokens, width, begin, batch, dims[1],
             constants, num_warps=8, num_stages=1,
         )  # fmt: skip
 

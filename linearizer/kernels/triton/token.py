@@ -22,6 +22,8 @@ import triton.language as tl
 from linearizer.kernels.compiled import as_custom_op
 from linearizer.kernels.triton.common import (
     EMPTY,
+    add_learned_sink,
+    capped,
     count_parts,
     load_tile,
     on_device_of_first,
@@ -62,7 +64,7 @@ def attend_rows(
     inputs, pool, turned_ptr, part_ptr, codes_ptr, H, SINKS, sizes, scale, bits, KIND: tl.constexpr, C: tl.constexpr
 ):
     """Attend to the sinks and rows of one part of a head that keeps numbers in the given bits."""
-    q_ptr, k_ptr, v_ptr, q_text, q_head, q_group, k_text, k_head, v_text, v_head = inputs
+    q_ptr, k_ptr, v_ptr, q_text, q_head, q_group, k_text, k_head, v_text, v_head, scored = inputs
     pool_ptr, count_ptr, table_ptr = pool
     BYTES, EACH = sizes
     TURNED: tl.constexpr = C.TURNED and KIND < 16
@@ -82,6 +84,8 @@ def attend_rows(
         q = load_tile_at(q_ptr + text * q_text + head * q_head, og, q_group, C.G, od, C.D).to(C.ACC) * scale
     top = tl.full([C.GP], EMPTY, C.ACC)
     total, acc = tl.zeros([C.GP], C.ACC), tl.zeros([C.GP, C.VP], C.ACC)
+    if C.SCORED:
+        left_out = tl.load(scored_at(scored, text, head, og), mask=og < C.G, other=0.0)
     if (part == 0) & (SINKS > 0):
         os = tl.arange(0, C.SP)
         sink_k_ptr = (start_ptr + tl.load(field_ptr + SINK_K)).to(SINKS_TYPE)
@@ -89,7 +93,10 @@ def attend_rows(
         k = load_tile(sink_k_ptr, os, od, SINKS, C.D).to(C.ACC)
         v = load_tile(sink_v_ptr, os, ov, SINKS, C.DV).to(C.ACC)
         level = tl.load(level_ptr + os, mask=os < SINKS, other=EMPTY).to(C.ACC)
-        logits = tl.dot(q, tl.trans(k), out_dtype=C.ACC, input_precision=C.PRECISION) + level[None, :]
+        logits = tl.dot(q, tl.trans(k), out_dtype=C.ACC, input_precision=C.PRECISION)
+        if C.SCORED:
+            logits = capped(logits, left_out[:, None], scored[1], C)
+        logits += level[None, :]
         top, total, acc = update_softmax(top, total, acc, logits, (level > EMPTY / 2)[None, :], v, C)
     level_ptr += SINKS
     begin = part * EACH
@@ -101,6 +108,8 @@ def attend_rows(
         live = level > EMPTY / 2
         codes, scales = load_codes(keys_ptr, rows, inside, bits, C.D, C.DP, KIND, C)
         logits = tl.dot(q, tl.trans(codes), out_dtype=C.ACC, input_precision=C.PRECISION) * scales[None, :]
+        if C.SCORED:
+            logits = capped(logits, left_out[:, None], scored[1], C)
         codes, scales = load_codes(values_ptr, rows, inside, bits, C.DV, C.VP, KIND, C)
         logits += level[None, :]
         top, total, acc = update_softmax(top, total, acc, logits, live[None, :], codes * scales[:, None], C)
@@ -115,6 +124,8 @@ def attend_rows(
         value = store_rows(values_ptr, row, row >= 0, v[None, :], bits, codes_ptr + C.DP, C.DV, C.VP, KIND, C)
         tl.store(level_ptr + place, 0.0)
         logit = tl.sum(q * key, 1)
+        if C.SCORED:
+            logit = capped(logit, left_out, scored[1], C)
         new_top = tl.maximum(top, logit)
         decay, weight = tl.exp(top - new_top), tl.exp(logit - new_top)
         acc = acc * decay[:, None] + weight[:, None] * value
@@ -123,6 +134,13 @@ def attend_rows(
     tl.store(part_ptr + og[:, None] * (C.VP + 2) + ov[None, :], acc)
     tl.store(part_ptr + og * (C.VP + 2) + C.VP, top)
     tl.store(part_ptr + og * (C.VP + 2) + C.VP + 1, total)
+
+
+@triton.jit
+def scored_at(scored, text, head, og):
+    """Return the address of what a head's queries leave out; that of their learned sinks is behind it."""
+    pointer, _, of_text, of_head = scored
+    return pointer + text * of_text + head * of_head + 2 * og
 
 
 @triton.jit(do_not_specialize=["H", "SINKS"])
@@ -141,7 +159,7 @@ def store_tile_at(pointer, rows, stride, columns, x, C: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["H", "PARTS"])
-def join_parts(part_ptr, out, table_ptr, value_middle_ptr, matrix_ptr, H, PARTS, C: tl.constexpr):
+def join_parts(part_ptr, out, table_ptr, value_middle_ptr, matrix_ptr, scored, H, PARTS, C: tl.constexpr):
     """Take one softmax over the parts of a head, and turn its result back; grid (text and head, part of a value)."""
     out_ptr, out_text, out_head, out_group = out
     program = tl.program_id(0).to(tl.int64)
@@ -158,6 +176,9 @@ def join_parts(part_ptr, out, table_ptr, value_middle_ptr, matrix_ptr, H, PARTS,
         decay, factor = tl.exp(top - new_top), tl.exp(part_top - new_top)
         acc = acc * decay[:, None] + tl.load(row_ptr[:, None] + ov[None, :]) * factor[:, None]
         top, total = new_top, total * decay + tl.load(row_ptr + C.VP + 1) * factor
+    if C.SCORED:
+        sink = tl.load(scored_at(scored, program // H, head, og) + 1, mask=og < C.G, other=EMPTY)
+        total, acc = add_learned_sink(top, total, acc, sink)
     acc /= total[:, None]
     if (bits == 16) | (not C.TURNED):
         if tl.program_id(1) == 0:
@@ -171,20 +192,21 @@ def join_parts(part_ptr, out, table_ptr, value_middle_ptr, matrix_ptr, H, PARTS,
 
 
 @as_custom_op(
-    "(Tensor q, Tensor k, Tensor v, float scale, Tensor(a!) out, Tensor(b!) pool, Tensor count, Tensor table, "
-    "Tensor[] merging, Tensor[] turns, int[] sizes) -> ()"
+    "(Tensor q, Tensor k, Tensor v, float[] scales, Tensor(a!) out, Tensor(b!) pool, Tensor count, Tensor table, "
+    "Tensor[] merging, Tensor[] turns, int[] sizes, Tensor? scored=None) -> ()"
 )
 @on_device_of_first
 def launch_token(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, pool: Tensor, count: Tensor, table: Tensor,
-    merging: list[Tensor], turns: list[Tensor], sizes: list[int],
+    q: Tensor, k: Tensor, v: Tensor, scales: list[float], out: Tensor, pool: Tensor, count: Tensor, table: Tensor,
+    merging: list[Tensor], turns: list[Tensor], sizes: list[int], scored: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Store a token in the pool of a layer (state_pool.py), attend with it, and write the results into `out`.
 
     A block that leaves a window is merged first. The device decides this, so every token has the same launches.
+    `scales` has that of scores and their cap, or 0; `scored` as `scored_rows` of state_pool.py makes it.
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    (texts, bytes), heads, work = pool.shape, len(table), working_dtype(k)
+    (texts, bytes), heads, work, (scale, cap) = pool.shape, len(table), working_dtype(k), scales
     sinks, slots, block, rows, least = sizes
     dims, group, programs, layout = (q.shape[-1], v.shape[-1]), q.shape[2], texts * heads, (pool, count, table)
     inputs = q, k, v, *q.stride()[:3], *k.stride()[:2], *v.stride()[:2]
@@ -207,25 +229,38 @@ def launch_token(
     parts = max(1, min(count_parts(rows, rows_at_once), PROGRAMS // programs))
     rows_of_part = count_parts(count_parts(rows, parts), rows_at_once) * rows_at_once
     parts = count_parts(rows, rows_of_part)
-    constants = token_constants(dims, group, rows_at_once, padded(sinks), work, k.dtype, least, bool(turns))
+    form = padded(sinks), work, k.dtype, least, bool(turns), scored is not None, cap > 0
+    constants = token_constants(dims, group, rows_at_once, *form)
+    given = (like, cap, 0, 0) if scored is None else (scored, cap, *scored.stride()[:3:2])
     scratch = like.new_empty(programs * parts * padded(group) * (padded(dims[1]) + 2))
     codes = pool.new_empty(programs * widths)
     attend_part[(programs, parts)](
-        inputs, layout, turned, scratch, codes, heads, sinks, (bytes, rows_of_part), scale, constants, **LAUNCH
+        (*inputs, given),
+        layout,
+        turned,
+        scratch,
+        codes,
+        heads,
+        sinks,
+        (bytes, rows_of_part),
+        scale,
+        constants,
+        **LAUNCH,
     )
     middle, matrix = (turns[2], turns[5]) if turns else (like, like)
     join_parts[(programs, count_parts(dims[1], constants.DS.value) if turns else 1)](
-        scratch, (out, *out.stride()[:3]), table, middle, matrix, heads, parts, constants, **LAUNCH
+        scratch, (out, *out.stride()[:3]), table, middle, matrix, given, heads, parts, constants, **LAUNCH
     )
 
 
 @functools.cache  # or a launch would take longer than its kernel
 def token_constants(
     dims: tuple[int, int], group: int, rows: int, sinks: int, work: torch.dtype, row_type: torch.dtype, least: int,
-    turned: bool,
+    turned: bool, scored: bool, capped: bool,
 ) -> PackedConstants:  # fmt: skip
     """Return the compile-time constants of kernels that attend with a token to `rows` rows at a time."""
     return PackedConstants(
         D=dims[0], DV=dims[1], DP=padded(dims[0]), VP=padded(dims[1]), DS=min(32, rows), G=group, GP=padded(group),
-        SP=sinks, BN=rows, TURNED=turned, **kinds_of_rows(row_type, least), **precision(work),
+        SP=sinks, BN=rows, TURNED=turned, SCORED=scored, CAPPED=capped, **kinds_of_rows(row_type, least),
+        **precision(work),
     )  # fmt: skip
