@@ -144,7 +144,7 @@ def find_difference(
 
 
 def write_in_turns(
-    readers: Sequence[Reader],  # the teacher first
+    readers: Sequence[Reader],  # the teacher first, or a student alone
     tokenizer: PreTrainedTokenizerBase,
     prompt: str,
     tokens: Sequence[int],  # of the prompt
@@ -170,7 +170,8 @@ def write_in_turns(
 
         def compare() -> Comparison:
             sides = {writer.reader.subject.name: writer.side(writers[0].written) for writer in writers}
-            return Comparison(prompt, len(tokens), sides["teacher"], sides["student"], sides.get("window"))
+            teacher = sides.get("teacher", sides["student"])  # a student alone is compared with itself
+            return Comparison(prompt, len(tokens), teacher, sides["student"], sides.get("window"))
 
         updated = time.monotonic()
         while any([writer.write_token() for writer in writers]):

@@ -340,9 +340,9 @@ def compare_models(
     continue the prompt. system: the system message of the template. window: whether the window takes part.
     chat: a name of your own; calls with the same name continue one chat, after a document as after a turn.
     """
-    choices = prompt, tokens, seed, sample, Settings(as_chat, system, window), chat
+    choices = chats.Message(prompt), tokens, seed, sample, Settings(as_chat, system, window), chat
     *_, (talk, _) = answers.compare_models(visitor, run, *choices)
-    return asdict(talk.turns[-1])
+    return asdict(talk.turns[-1].answers)
 
 
 def read_document(

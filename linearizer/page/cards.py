@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from linearizer.amounts import ago, duration, size
 from linearizer.errors import LinearizerError
-from linearizer.page.visitors import on_space
+from linearizer.page.visitors import is_example, on_space
 from linearizer.plan.allocation import Allocation, StateSize
 from linearizer.progress import Progress
 from linearizer.report.markup import announcement, folded, message_box, sentence_html, table, values_list
@@ -75,7 +75,9 @@ def run_card(status: Status, name: str, now: float, worked: float = 0.0) -> str:
     lines.append(turn)
     if status.error and status.state in ("failed", "stopped", "done"):
         lines.append(message_box(status.error, "bad" if status.state == "failed" else "note"))
-    facts = [plan.model, plan.budget_in_words, name, f"begun {ago(status.begun, now)}"]
+    facts = [plan.model, plan.budget_in_words, name]
+    if not is_example(status.run):  # which was recorded elsewhere
+        facts.append(f"begun {ago(status.begun, now)}")
     if worked and status.state == "done":
         facts.append(f"took {duration(worked)}")
     if status.saved is not None and status.state != "done":

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from linearizer.errors import FaultError, LinearizerError, RequestError
 from linearizer.page import chats, limits, zerogpu
-from linearizer.page.chats import USUAL, Chat, Key, Settings
+from linearizer.page.chats import USUAL, Chat, Key, Message, Models, Settings, Turn
 from linearizer.page.visitors import Visitor, is_example, on_space
 from linearizer.plan.allocation import StateSize
 from linearizer.plan.options import options_of
@@ -38,20 +39,20 @@ Answers = Generator[tuple[Chat, "StateSizes | Comparison"], None, None]
 def compare_models(
     visitor: Visitor,
     name: str,
-    prompt: str,
+    message: Message,
     tokens: int,
     seed: int,
     sample: bool,
     settings: Settings = USUAL,
     chat_name: str = "",
 ) -> Answers:
-    """Let all models of a run answer a prompt side by side; a chat with a name goes on.
+    """Let all models of a run answer a message side by side; a chat with a name goes on.
 
     Yield the chat with the bytes of the models while they read, and then with what they have written.
     """
     key = chats.key_of(visitor, visitor.find_run(name), chat_name)
     chat = chats.find_chat(key, settings)
-    yield from keep_while_answering(key, chat, answer_in_turns(visitor, name, key, chat, prompt, tokens, seed, sample))
+    yield from keep_while_answering(key, chat, answer_in_turns(visitor, name, key, chat, message, tokens, seed, sample))
 
 
 def read_document(visitor: Visitor, name: str, text: str, settings: Settings, chat_name: str = "") -> Answers:
@@ -86,7 +87,7 @@ def read_in_turns(visitor: Visitor, name: str, key: Key | None, chat: Chat, text
     check_document(text)
     room = prompt_room(run)
     room -= min(ANSWER_ROOM, room // ANSWER_SHARE)
-    with chats.lent_models(run, visitor) as models, models.readers(key, chat.settings.window) as readers, explained():
+    with chats.lent_models(run, visitor) as models, models.readers(key, chat) as readers, explained():
         excerpt = text[: room * TOKEN_CHARACTERS]
         ids = chats.document_tokens(chat.settings, models.tokenizer, excerpt)
         is_complete, readers[:] = len(ids) <= room and excerpt == text, [reader.restart() for reader in readers]
@@ -97,40 +98,123 @@ def read_in_turns(visitor: Visitor, name: str, key: Key | None, chat: Chat, text
 
 @zerogpu.with_device(COMPARISON_SECONDS)
 def answer_in_turns(
-    visitor: Visitor, name: str, key: Key | None, chat: Chat, prompt: str, tokens: int, seed: int, sample: bool
+    visitor: Visitor, name: str, key: Key | None, chat: Chat, message: Message, tokens: int, seed: int, sample: bool
 ) -> Answers:
-    """Answer a prompt after what was heard; with a template turns follow each other, else each follows the document."""
-    from linearizer.evaluate import side_by_side
+    """Answer a message after what was heard; with a template turns follow each other, else each follows the document.
+
+    Another try of a message draws other tokens.
+    """
+    from linearizer.evaluate.side_by_side import read_in_turns, write_in_turns
     from linearizer.run.results import Comparison
 
     run = require_student(visitor.find_run(name))
-    check_prompt(prompt, tokens, seed)
-    with chats.lent_models(run, visitor) as models, models.readers(key, chat.settings.window) as readers, explained():
-        ids = chats.turn_tokens(chat, models.tokenizer, prompt)
+    check_message(message, tokens, seed)
+    how = tokens, seed + message.tries, sample or message.tries > 0
+    with chats.lent_models(run, visitor) as models, models.readers(key, chat) as readers, explained():
+        earlier, prompt = chats.turn_prompt(chat, models, message)
         goes_on = chats.is_templated(chat.settings, models.tokenizer)
-        check_room(run, chat, len(ids), tokens)
-        for progress in catch_up(readers, chat.heard):
+        check_room(run, chat, len(earlier) + len(prompt.tokens), tokens)
+        for progress in catch_up(readers, chat, models):
             yield chat, progress
         talking = readers if goes_on else [reader.fork() for reader in readers]
-        for update in side_by_side.write_in_turns(talking, models.tokenizer, prompt, ids, tokens, seed, sample):
+        before = {reader.subject.name: len(reader.tokens) for reader in talking}
+        if earlier:
+            for progress in read_in_turns(talking, [earlier] * len(talking)):
+                yield chat, progress
+        for update in write_in_turns(talking, models.tokenizer, message.text, prompt.tokens, *how, prompt.pictures):
             if isinstance(update, Comparison):
                 heard = collect_heard(talking) if goes_on else chat.heard
-                turns = (*chat.turns, update)[-chats.MAX_TURNS :]
-                counts = {name: len(chat.heard.get(name, ())) for name in heard}
-                yield replace(chat, heard=heard, turns=turns, templated=goes_on, before=counts), update
+                turns = *chat.turns, Turn(message, before, update)
+                kept = turns if goes_on else turns[-chats.MAX_TURNS :]
+                yield replace(chat, heard=heard, turns=kept, templated=goes_on), update
             else:
                 yield chat, update
 
 
-def catch_up(readers: list[Reader], heard: Mapping[str, Sequence[int]]) -> Iterator[StateSizes]:
-    """Let readers catch up with what their models have heard; a reader without its state reads all of it again."""
+def catch_up(readers: list[Reader], chat: Chat, models: Models) -> Iterator[StateSizes]:
+    """Let readers catch up with what their models have heard.
+
+    If one is without its state, all read everything again, and see the pictures again.
+    """
     from linearizer.evaluate.side_by_side import read_in_turns
 
-    texts = [heard.get(reader.subject.name, []) for reader in readers]
-    readers[:] = [reader.before(text) for reader, text in zip(readers, texts, strict=True)]
-    missing = [text[len(reader.tokens) :] for reader, text in zip(readers, texts, strict=True)]
-    if any(missing):
-        yield from read_in_turns(readers, missing, again=any(not reader.tokens for reader in readers))
+    texts = [chat.heard.get(reader.subject.name, []) for reader in readers]
+    goes_on = all(reader.before(text) is reader for reader, text in zip(readers, texts, strict=True))
+    if not goes_on or (chat.state and not readers[0].tokens):
+        readers[:] = [chats.restart(reader, chat) for reader in readers]
+    again = any(not reader.tokens for reader in readers)
+
+    def read_to(ends: Sequence[int | None]) -> Iterator[StateSizes]:
+        parts = [text[len(reader.tokens) : end] for reader, text, end in zip(readers, texts, ends, strict=True)]
+        if any(parts):
+            yield from read_in_turns(readers, parts, again)
+
+    for place, turn in enumerate(chat.turns if chat.templated else ()):
+        begins = [turn.before.get(reader.subject.name, 0) for reader in readers]
+        if turn.message.pictures and len(readers[0].tokens) <= begins[0]:
+            earlier, prompt = chats.turn_prompt(replace(chat, turns=chat.turns[:place]), models, turn.message)
+            yield from read_to([begin + len(earlier) for begin in begins])
+            yield from read_in_turns(readers, [prompt.tokens] * len(readers), again, prompt.pictures)
+    yield from read_to([None] * len(readers))
+
+
+def load_state(visitor: Visitor, name: str, path: Path, settings: Settings, chat_name: str) -> Answers:
+    """Begin a new chat with the student's state in a file, which is kept with it; if it is refused, the old one stays.
+
+    The teacher and the window have not read what the state holds, so they do not take part.
+    """
+    key = chats.key_of(visitor, visitor.find_run(name), chat_name)
+    earlier, chat = chats.look_up(key), Chat(settings, state=path)
+    try:
+        yield from keep_while_answering(key, chat, load_in_turns(visitor, name, key, chat))
+    except LinearizerError:
+        path.unlink(missing_ok=True)
+        chats.keep_chat(key, earlier) if earlier else chats.end_chat(key)
+        raise
+
+
+@zerogpu.with_device(COMPARISON_SECONDS)
+def load_in_turns(visitor: Visitor, name: str, key: Key | None, chat: Chat) -> Answers:
+    """Load the state with which a chat begins."""
+    from linearizer.run.results import StateSizes
+    from linearizer.teacher.logits import recurrent_bytes
+
+    run = require_student(visitor.find_run(name))
+    with chats.lent_models(run, visitor) as models, models.readers(key, chat) as readers, explained():
+        readers[:] = [student] = [chats.restart(reader, chat) for reader in readers]
+        tokens, sizes = len(student.tokens), {"student": student.bytes()}
+        loaded = replace(chat, heard=collect_heard(readers))
+        check_room(run, loaded, 1, 1)
+        yield loaded, StateSizes(tokens, tokens, sizes, recurrent_bytes=recurrent_bytes(student.cache))
+
+
+def save_state(visitor: Visitor, name: str, chat_name: str) -> Path:
+    """Write the student's state after a chat to a file, from which the page or `linearizer ask` goes on."""
+    key = chats.key_of(visitor, visitor.find_run(name), chat_name)
+    if (chat := chats.look_up(key)) is None or not chat.heard.get("student"):
+        raise RequestError(
+            "this chat has nothing that a state could keep: read a file first, or chat with a model that has a "
+            "template; without one, each text is continued alone"
+        )
+    path = chats.fresh_file()
+    for _ in save_in_turns(visitor, name, key, chat, path):
+        pass
+    return path
+
+
+@zerogpu.with_device(COMPARISON_SECONDS)
+def save_in_turns(visitor: Visitor, name: str, key: Key | None, chat: Chat, path: Path) -> Iterator[StateSizes]:
+    """Let the models catch up with a chat, and write the student's state, ready for what is said next."""
+    from linearizer.serve.state_files import save_state
+
+    run = require_student(visitor.find_run(name))
+    with chats.lent_models(run, visitor) as models, models.readers(key, chat) as readers, explained():
+        yield from catch_up(readers, chat, models)
+        (student,) = (reader.fork() for reader in readers if reader.subject.name == "student")
+        if ending := chats.ending_tokens(chat, models.tokenizer):
+            student.read(ending)
+        with student.subject.prepared() as model:
+            save_state(model, student.cache, path)
 
 
 def collect_heard(readers: Sequence[Reader]) -> dict[str, list[int]]:
@@ -176,6 +260,12 @@ def has_student(run: Run) -> bool:
     return run.checkpoint.is_dir() or is_example(run)
 
 
+def reads_pictures(run: Run) -> bool:
+    """Whether the student of a run reads pictures."""
+    is_whole = not run.is_encoder_run and run.has_file("inspection.json") and run.inspection.reads_pictures
+    return is_whole and has_student(run)
+
+
 def require_student(run: Run) -> Run:
     refuse_encoder(run)
     if not has_student(run):
@@ -183,9 +273,10 @@ def require_student(run: Run) -> Run:
     return run
 
 
-def check_prompt(prompt: str, tokens: int, seed: int) -> None:
+def check_message(message: Message, tokens: int, seed: int) -> None:
     """Refuse, before models are loaded, an empty prompt, and too many characters or tokens for the page."""
     options_of(Plan)["seed"].check(seed)
+    prompt = message.text
     if not prompt.strip():
         raise RequestError("the prompt is empty: write a text to continue")
     too_long = on_space() and len(prompt) > limits.MAX_DOCUMENT_CHARACTERS

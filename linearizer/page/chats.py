@@ -7,13 +7,17 @@ page that is loaded again finds its chat.
 
 from __future__ import annotations
 
+import io
+import secrets
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from linearizer.errors import ModelNotAvailable, RequestError
@@ -25,11 +29,13 @@ if TYPE_CHECKING:
     from linearizer.evaluate.side_by_side import Reader
     from linearizer.evaluate.subjects import Subject
     from linearizer.run.results import Comparison
+    from linearizer.teacher.picture_prompts import Prompt
 
 WAIT_SECONDS = 120  # for other visitors who use the models
 MAX_NAME = 100  # characters of a chat's name
 MAX_WAITING = 8  # messages of a chat that are not answered yet
 MAX_TURNS = 50  # of a chat that are shown
+UNKNOWN = -1  # stands for each token that the state in a file has read
 Key = tuple[Path, tuple[Path, str], str]  # the folder of the visitor, the run, and the name of the chat
 
 
@@ -54,11 +60,21 @@ class Document:
 
 
 class Message(NamedTuple):
-    """A message of a visitor that is not answered yet."""
+    """What a visitor says."""
 
     text: str
     answer: str = ""  # the right one, where it is known
     tries: int = 0  # answers that were taken back: the next one draws other tokens
+    pictures: tuple[bytes, ...] = ()  # files of pictures, which are shown before the text
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A message, and what the models answer."""
+
+    message: Message
+    before: dict[str, int]  # tokens that were heard before it, by model
+    answers: Comparison
 
 
 @dataclass(frozen=True)
@@ -68,19 +84,23 @@ class Chat:
     settings: Settings
     heard: dict[str, list[int]] = field(default_factory=dict)  # tokens before the next turn, by model
     document: Document | None = None
-    turns: tuple[Comparison, ...] = ()
+    turns: tuple[Turn, ...] = ()
     templated: bool = False  # whether turns follow each other; else each follows the document
-    before: dict[str, int] = field(default_factory=dict)  # tokens heard before the last turn, by model
-    message: Message | None = None  # of the last turn
+    state: Path | None = None  # the file of the student's state with which it began
 
     @property
     def tokens(self) -> int:
         return max(map(len, self.heard.values()), default=0)
 
+    def has(self, name: str) -> bool:
+        """Whether a model takes part; only the student goes on from a state."""
+        return name == "student" if self.state else self.settings.window or name != "window"
+
     def take_back(self) -> Chat:
         """Return the chat without its last turn."""
-        heard = {name: tokens[: self.before.get(name)] for name, tokens in self.heard.items()}
-        return replace(self, heard=heard, turns=self.turns[:-1], before={}, message=None)
+        before = self.turns[-1].before
+        heard = {name: tokens[: before.get(name)] for name, tokens in self.heard.items()}
+        return replace(self, heard=heard, turns=self.turns[:-1])
 
 
 def is_templated(settings: Settings, tokenizer: Any) -> bool:
@@ -96,16 +116,40 @@ def document_tokens(settings: Settings, tokenizer: Any, text: str) -> list[int]:
     return tokens_of(tokenizer, turn_texts(tokenizer, settings.system).opening + text, False)
 
 
-def turn_tokens(chat: Chat, tokenizer: Any, prompt: str) -> list[int]:
-    """Turn a visitor's prompt into tokens that follow what was heard."""
+def turn_prompt(chat: Chat, models: Models, message: Message) -> tuple[list[int], Prompt]:
+    """Turn a message into tokens that follow what was heard, and, if it has pictures, the tokens before these."""
     from linearizer.teacher.chat_template import BETWEEN, tokens_of, turn_texts
+    from linearizer.teacher.picture_prompts import Pictures, Prompt, make_prompt
 
-    settings, joined = chat.settings, BETWEEN + prompt if chat.document else prompt
-    if not is_templated(settings, tokenizer):
-        return tokens_of(tokenizer, joined, not chat.document)
-    opening, separator, closing = turn_texts(tokenizer, settings.system)
-    turn_text = separator + prompt if chat.turns else joined if chat.document else opening + prompt
-    return tokens_of(tokenizer, turn_text + closing, False)
+    settings, tokenizer, opening, closing = chat.settings, models.tokenizer, "", ""
+    templated = is_templated(settings, tokenizer)
+    if templated:
+        opening, separator, closing = turn_texts(tokenizer, settings.system)
+    before = separator if templated and chat.turns else BETWEEN if chat.document else "" if chat.state else opening
+    is_first = not (chat.document or chat.state or (templated and chat.turns))
+    if not message.pictures:
+        text = before + message.text + closing
+        return [], Prompt(tokens_of(tokenizer, text, is_first and not templated), Pictures())
+    begins = is_first and not (templated and settings.system)
+    earlier = [] if begins else tokens_of(tokenizer, before, False)
+    pictures = [open_picture(content) for content in message.pictures]
+    return earlier, make_prompt(tokenizer, models.processor, message.text, pictures, begins, raw=not templated)
+
+
+def ending_tokens(chat: Chat, tokenizer: Any) -> list[int]:
+    """Return the tokens between what was heard and what a visitor says next, as in the state of `linearizer ask`."""
+    from linearizer.teacher.chat_template import BETWEEN, next_turn_tokens, tokens_of
+
+    if chat.turns and chat.templated:
+        return next_turn_tokens(tokenizer)
+    return tokens_of(tokenizer, BETWEEN, False) if chat.document else []
+
+
+def open_picture(content: bytes) -> Any:
+    """Open the file of a picture of a message."""
+    from PIL import Image
+
+    return Image.open(io.BytesIO(content))
 
 
 CHATS: OrderedDict[Key, tuple[float, Chat]] = OrderedDict()
@@ -207,31 +251,51 @@ def end_chat(key: Key | None) -> None:
     """Forget a chat, and the states of the models."""
     if key is not None:
         with CHATS_LOCK:  # another thread may be going through all chats
-            CHATS.pop(key, None)
+            _, chat = CHATS.pop(key, (0.0, None))
             ASKED.pop(key, None)
         forget_states(key)
+        if chat is not None and chat.state is not None:
+            chat.state.unlink(missing_ok=True)
+
+
+def fresh_file() -> Path:
+    """Name a file for a state that nobody can guess, in a folder that is gone when the server ends."""
+    return Path(states_folder().name) / secrets.token_hex(16)
+
+
+@cache
+def states_folder() -> TemporaryDirectory:
+    return TemporaryDirectory(prefix="linearizer-states-")
 
 
 @dataclass(frozen=True)
 class Models:
     """Teacher, student and a plain window of the student's bytes."""
 
-    run_key: tuple[Path, str]
+    run: Run
     subjects: tuple[Subject, ...]
     tokenizer: Any
     kept: OrderedDict[Key, list[Reader]] = field(default_factory=OrderedDict)
 
+    @cached_property
+    def processor(self) -> Any:
+        """What prepares pictures; None: the models read none."""
+        from linearizer.method.checkpoint import load_processor_of
+
+        return load_processor_of(self.run)
+
     @contextmanager
-    def readers(self, key: Key | None, window: bool) -> Iterator[list[Reader]]:
+    def readers(self, key: Key | None, chat: Chat) -> Iterator[list[Reader]]:
         """Lend the readers of a chat with their states, and keep them afterwards.
 
         The caller may replace them in the list. After an error they are dropped, as they may have read half a text.
         """
         from linearizer.evaluate.side_by_side import Reader
 
-        subjects = [subject for subject in self.subjects if window or subject.name != "window"]
-        kept_readers = self.kept.pop(key, None) if key else None
-        readers = kept_readers or [Reader.of(subject) for subject in subjects]
+        subjects = [subject for subject in self.subjects if chat.has(subject.name)]
+        kept = self.kept.pop(key, None) if key else None
+        is_whole = kept is not None and [reader.subject for reader in kept] == subjects
+        readers = kept if kept and is_whole else [Reader.of(subject) for subject in subjects]
         try:
             yield readers
         except GeneratorExit:  # it was stopped between two pieces or tokens
@@ -251,6 +315,17 @@ class Models:
             del sizes[oldest]
 
 
+def restart(reader: Reader, chat: Chat) -> Reader:
+    """Return a reader of the same model at the begin of a chat."""
+    if chat.state is None:
+        return reader.restart()
+    from linearizer.serve.state_files import load_state
+
+    with reader.subject.prepared() as student:
+        cache = load_state(student, chat.state)
+    return replace(reader, cache=cache, tokens=[UNKNOWN] * cache.get_seq_length(), unread=[])
+
+
 MODELS_LOCK = threading.Lock()  # the models of one run in memory, and one visitor who uses them
 LOADED: list[Models] = []
 
@@ -261,7 +336,7 @@ def lent_models(run: Run, visitor: Visitor) -> Iterator[Models]:
     if not MODELS_LOCK.acquire(timeout=WAIT_SECONDS):
         raise RequestError("other visitors are comparing: try again in a minute")
     try:
-        if not LOADED or LOADED[0].run_key != run.key:
+        if not LOADED or LOADED[0].run.key != run.key:
             LOADED.clear()
             LOADED.append(load(run, visitor))
         yield LOADED[0]
@@ -279,7 +354,7 @@ def load(run: Run, visitor: Visitor) -> Models:
         with assembled(run, visitor.token) as setup:
             if setup.teacher is None:
                 raise ModelNotAvailable(setup.alone or "the teacher is not available: nothing can be compared")
-    return Models(run.key, tuple(setup.subjects(run.positions)), setup.tokenizer)
+    return Models(run, tuple(setup.subjects(run.positions)), setup.tokenizer)
 
 
 def forget_states(key: Key) -> None:

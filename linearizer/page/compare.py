@@ -7,7 +7,8 @@ comes from the chat, which the server keeps: a page that is loaded again shows i
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,29 +16,41 @@ from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
-from linearizer.amounts import size
 from linearizer.errors import LinearizerError, RequestError
-from linearizer.page import actions, chat, chats
-from linearizer.page.calls import QUICK, SLOW, Browser, handler
+from linearizer.page import actions, chat, chats, sending
+from linearizer.page.calls import ONCE, QUICK, SLOW, Browser, handler
+from linearizer.page.chat_cards import (
+    COLUMNS,
+    HEADS,
+    columns_of,
+    head_card,
+    heads_of,
+    heads_of_reading,
+    picture_html,
+    reading_note,
+    take_picture,
+    turn_note,
+)  # fmt: skip
 from linearizer.page.chats import Chat, Key, Message, Settings
-from linearizer.report.markup import message_box, values_list
+from linearizer.report.markup import message_box
 
 if TYPE_CHECKING:
-    from linearizer.run.results import Comparison, Side, StateSizes
+    from linearizer.run.results import Comparison
 
 ABOUT = (
     "One chat with three models, which take turns, a token each. They can all read a file, and then each answers from "
     "what it remembers."
 )
-COLUMNS = {"teacher": "Teacher", "student": "Student", "window": "Plain window"}
-HEADS = {name: f"{name}_head" for name in COLUMNS}
-OUTPUTS = ("as_chat", "prompt", "answer", "chat_note", *HEADS.values(), *COLUMNS)
-Choices = tuple[str, int, int, bool, Settings]  # of an answer: its prompt, tokens, seed, whether it is drawn, manner
+ABOUT_STATES = (
+    "A state is what the student remembers of this chat, without the text. Load it here, or let "
+    "<code>linearizer ask RUN --state FILE</code> answer from it. The other two cannot go on from it."
+)
+DRAFT = ("drafted", "drafts", "drop_pictures")  # pictures that are not sent yet, what shows them and drops them
+OUTPUTS = ("as_chat", "prompt", "answer", "chat_note", *DRAFT, *HEADS.values(), *COLUMNS)
 NAME = "page"  # of the chat that all pages of a visitor show of a run
 LOADING = "Loading the models."
 TAKE = "text => [text, '']"  # the field is empty at once, for the next message
-MIN_TIMED_TOKENS = 16  # written: with fewer, the pace is chance and is not shown
-SHOWN_BEGIN, SHOWN_END = 80, 160  # characters of a long prompt
+MAX_PICTURES = 8  # of a chat
 
 
 def place(ui: SimpleNamespace) -> None:
@@ -55,6 +68,7 @@ def place(ui: SimpleNamespace) -> None:
         label="Message", placeholder="Enter sends it, Shift+Enter breaks the line", max_lines=8, elem_id="prompt"
     )
     ui.message = gr.Textbox(visible="hidden", label="what is sent")
+    ui.drafted, ui.drafts = gr.State(()), gr.HTML(elem_id="drafts")
     with gr.Row(elem_id="prompts", elem_classes="lz-chips"):
         titles = (*chat.SAMPLE_PROMPTS, *chat.MEMORY_PROMPTS)
         ui.prompts = {title: gr.Button(title, size="sm", min_width=90) for title in titles}
@@ -63,6 +77,9 @@ def place(ui: SimpleNamespace) -> None:
         ui.stop_writing = gr.Button("Stop", elem_id="stop-writing", min_width=120)
         look = {"size": "lg", "min_width": 120, "interactive": False, "elem_id": "file"}
         ui.file = gr.UploadButton("Read a file", file_types=["text", ".md", ".pdf"], type="filepath", **look)
+        look |= {"visible": False, "interactive": True, "elem_id": "picture"}
+        ui.picture = gr.UploadButton("Add a picture", file_types=["image"], type="filepath", **look)
+        ui.drop_pictures = gr.Button("Leave the picture out", visible=False, elem_id="drop-pictures", min_width=120)
         ui.end_chat = gr.Button("New chat", elem_id="end-chat", min_width=120)
     place_manner(ui)
 
@@ -84,6 +101,11 @@ def place_manner(ui: SimpleNamespace) -> None:
             ui.prompt_seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**31, min_width=100)
             about = "instead of the likeliest token"
             ui.sample = gr.Checkbox(False, label="Draw tokens", info=about, scale=2, min_width=180)
+        gr.HTML(f'<p class="lz-faint">{ABOUT_STATES}</p>')
+        with gr.Row(elem_classes="lz-chips"):
+            ui.save_state = gr.Button("Save the student’s state", size="sm", elem_id="save-state")
+            ui.load_state = gr.UploadButton("Load a state", size="sm", type="filepath", elem_id="load-state")
+            ui.saved = gr.Textbox(visible="hidden", label="where the state is fetched")
 
 
 def wire(ui: SimpleNamespace) -> None:
@@ -95,12 +117,18 @@ def wire(ui: SimpleNamespace) -> None:
     turn: dict[str, Any] = {**many, "queue": True, "concurrency_limit": 1, "concurrency_id": "chat"}
     triggers = [ui.compare.click, ui.prompt.submit]
     taken = gr.on(triggers, None, ui.prompt, [ui.message, ui.prompt], js=TAKE, **many)
-    sent = taken.then(send, [ui.memory, ui.message, ui.answer, *how], outputs, **many)
+    sent = taken.then(send, [ui.memory, ui.message, ui.answer, ui.drafted, *how], outputs, **many)
     retried = gr.on([getattr(ui, name).retry for name in COLUMNS], retry, ui.memory, outputs, **many)
     for event in (sent, retried):
         event.then(answer, [ui.memory, *how, *manner], outputs, **turn)
     ui.file.upload(read_file, [ui.memory, ui.file, *manner], outputs, **turn)
-    ui.stop_writing.click(stop, [ui.memory, ui.prompt], outputs, **QUICK)
+    ui.load_state.upload(load_state, [ui.memory, ui.load_state, *manner], outputs, **turn)
+    shown: dict[str, Any] = {**ONCE, "show_progress_on": ui.save_state}
+    saved = ui.save_state.click(save_state, ui.memory, [ui.saved, ui.chat_note], **shown)
+    saved.success(None, ui.saved, None, js="fetchFile", **QUICK)
+    ui.picture.upload(add_picture, [ui.memory, ui.picture, ui.drafted], outputs, **QUICK)
+    ui.drop_pictures.click(lambda: update(**draft(())), None, outputs, **QUICK)
+    ui.stop_writing.click(stop, [ui.memory, ui.prompt, ui.drafted], outputs, **QUICK)
     ui.end_chat.click(end, ui.memory, outputs, **QUICK)
     ui.with_window.change(lambda is_shown: gr.Column(visible=bool(is_shown)), ui.with_window, ui.window_place, **QUICK)
     for title, button in ui.prompts.items():
@@ -121,8 +149,8 @@ def key_of(browser: Browser) -> Key:
 def show(key: Key) -> dict[str, Any]:
     """Show a chat: its turns, what is not answered yet, and what each model remembers."""
     talk = chats.look_up(key) or Chat(Settings())
-    shown: dict[str, Any] = columns_of(talk, [message.text for message in chats.asked(key)])
-    return shown | (heads_of_turn(talk.turns[-1]) if talk.turns else {HEADS[name]: head_card(name) for name in HEADS})
+    shown: dict[str, Any] = columns_of(talk, chats.asked(key))
+    return shown | {HEADS[name]: head_card(name) for name in HEADS} | heads_of(talk)
 
 
 def show_kept(browser: Browser, another: bool = False) -> dict[str, Any]:
@@ -134,116 +162,40 @@ def show_kept(browser: Browser, another: bool = False) -> dict[str, Any]:
     return {}
 
 
-def columns_of(talk: Chat, waiting: Sequence[str]) -> dict[str, Any]:
-    """Write the messages of each column; only chats are read as Markdown, as what continues a text is plain."""
-    columns = {}
-    for name in COLUMNS:
-        messages = [] if talk.document is None else [of_user(document_line(talk.document))]
-        for turn in talk.turns:
-            side: Side | None = getattr(turn, name)
-            text = "" if side is None else side.text or "(ended at once)" * bool(side.tokens)
-            messages += [of_user(shorten(turn.prompt)), {"role": "assistant", "content": text}]
-        messages += [of_user(shorten(text)) for text in waiting]
-        columns[name] = gr.update(value=messages, render_markdown=talk.templated)
-    return columns
-
-
-def of_user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def document_line(document: chats.Document) -> str:
-    return f"{'A document' if document.whole else 'The beginning of a document'}, {document.tokens:,} tokens"
-
-
-def shorten(prompt: str) -> str:
-    """Leave out the middle of a long prompt."""
-    if len(prompt) <= SHOWN_BEGIN + SHOWN_END:
-        return prompt
-    return f"{prompt[:SHOWN_BEGIN]} […] {prompt[-SHOWN_END:]}"
-
-
-def head_card(name: str, held: int = 0, most: int = 0, tokens: int = 0, side: Side | None = None) -> str:
-    """Show what a model remembers, beside the model that remembers most, and how fast it wrote."""
-    timed = side is not None and side.tokens >= MIN_TIMED_TOKENS
-    pairs = [
-        (f"memory at {tokens:,} tokens" if tokens else "memory", size(held) if tokens else "–"),
-        ("tokens/s", f"{side.tokens_per_second:.1f}" if side and timed else "–"),
-        ("first token", f"{side.first_token_seconds * 1000:.0f} ms" if side and side.tokens else "–"),
-    ]
-    bar = f'<div class="lz-held lz-{name}"><i style="width:{held / max(most, 1):.1%}"></i></div>'
-    return f"<h3>{COLUMNS[name]}</h3>{bar}{values_list(pairs, 'lz-thirds')}"
-
-
-def heads_of_turn(turn: Comparison) -> dict[str, str]:
-    sides = {name: side for name in COLUMNS if (side := getattr(turn, name)) is not None}
-    most = max(side.state_bytes for side in sides.values())
-    return {
-        HEADS[name]: head_card(name, side.state_bytes, most, side.tokens_read, side) for name, side in sides.items()
-    }
-
-
-def heads_of_reading(progress: StateSizes, before: int) -> dict[str, str]:
-    """Show the memories while a text is read after `before` tokens; the bars have room for the teacher's end."""
-    growing, tokens = progress.bytes["teacher"] - progress.recurrent_bytes, before + progress.tokens
-    end = progress.recurrent_bytes + growing * (before + progress.total) // max(tokens, 1)
-    most = max(end, *progress.bytes.values())
-    return {HEADS[name]: head_card(name, held, most, tokens) for name, held in progress.bytes.items()}
-
-
-def reading_note(progress: StateSizes, what: str) -> str:
-    """Say how much of a text is read."""
-    reread = ", which was read before: its states have made room for others" if progress.again else ""
-    done = "Read" if progress.tokens == progress.total else "Reading"
-    recurrent = (
-        f" {size(progress.recurrent_bytes)} of each memory are in recurrent layers, and do not grow."
-        if progress.recurrent_bytes
-        else ""
-    )
-    return message_box(f"{done} {what}{reread}: {progress.tokens:,} of {progress.total:,} tokens.{recurrent}")
-
-
-def turn_note(turn: Comparison, answer: str = "") -> str:
-    """Say how far student and window write what the teacher writes, or whether all gave the right answer."""
-    sides: Mapping[str, Side] = {n: side for n in ("student", "window") if (side := getattr(turn, n)) is not None}
-    if answer:
-        found = {
-            name: side.text.strip().startswith(answer) for name, side in {"teacher": turn.teacher, **sides}.items()
-        }
-        marks = ", ".join(f"the {name} {'right' if is_right else 'wrong'}" for name, is_right in found.items())
-        alone = "" if found["teacher"] else " The teacher itself does not recall it: this says nothing of the student."
-        return message_box(f"The text went on with “{answer}”: {marks}.{alone}", "note")
-    total = turn.teacher.tokens
-    if all(not side.text for side in (turn.teacher, *sides.values())):
-        return message_box(f"{'All' if len(sides) > 1 else 'Both'} ended at once.")
-    if all(side.difference is None and side.tokens == total for side in sides.values()):
-        return message_box(f"{'All' if len(sides) > 1 else 'Both'} write the same {total} tokens.")
-    counts = {name: same_tokens(turn.teacher, side) for name, side in sides.items()}
-    shares = ", ".join(f"the {name} {count} of {total} ({count / max(total, 1):.0%})" for name, count in counts.items())
-    parts = "".join(
-        f" Then the {name} writes “{side.difference.own}” in place of “{side.difference.teacher}”."
-        for name, side in sides.items()
-        if side.difference is not None
-    )
-    return message_box(f"Tokens equal to the teacher's before the first difference: {shares}.{parts}")
-
-
-def same_tokens(teacher: Side, side: Side) -> int:
-    """Count the tokens of a model that equal the teacher's, before the first difference."""
-    return min(teacher.tokens, side.tokens) if side.difference is None else side.difference.place
+def draft(pictures: Sequence[bytes]) -> dict[str, Any]:
+    """Show the pictures that the next message has."""
+    shown = gr.HTML("".join(map(picture_html, pictures)))
+    return {"drafted": tuple(pictures), "drafts": shown, "drop_pictures": gr.Button(visible=bool(pictures))}
 
 
 @handler
-def send(browser: Browser, prompt: str, answer: str, tokens: float, seed: float, sample: bool) -> list[Any]:
+def send(
+    browser: Browser, prompt: str, answer: str, pictures: tuple[bytes, ...], tokens: float, seed: float, sample: bool
+) -> list[Any]:
     """Show a message at once, and let it wait for its turn; refuse one that no model can answer."""
+    message = Message(prompt or "", answer, pictures=tuple(pictures or ()))
     try:
         chat.require_student(browser.find_run())
-        chat.check_prompt(prompt or "", *read_how(tokens, seed, sample)[:2])
-        chats.ask(key := key_of(browser), Message(prompt, answer))
+        chat.check_message(message, *read_how(tokens, seed, sample)[:2])
+        chats.ask(key := key_of(browser), message)
     except LinearizerError as error:
         return update(prompt=prompt or "", chat_note=message_box(str(error), "bad"))
     note = "It waits for its turn." if chats.is_answering(key) else LOADING
-    return update(**show(key), answer="", chat_note=message_box(note))
+    return update(**show(key), **draft(()), answer="", chat_note=message_box(note))
+
+
+@handler
+def add_picture(browser: Browser, path: str | None, drafted: tuple[bytes, ...]) -> list[Any]:
+    """Let the next message show a picture."""
+    try:
+        picture, shown = take_picture(path), len(drafted or ())
+        if (talk := chats.look_up(key := key_of(browser))) is not None:
+            shown += sum(len(turn.message.pictures) for turn in talk.turns)
+        if shown + sum(len(message.pictures) for message in chats.asked(key)) >= MAX_PICTURES:
+            raise RequestError(f"a chat shows at most {MAX_PICTURES} pictures: begin a new chat")
+    except LinearizerError as error:
+        return update(chat_note=message_box(str(error), "bad"))
+    return update(**draft((*(drafted or ()), picture)), chat_note="")
 
 
 @handler
@@ -253,7 +205,7 @@ def retry(browser: Browser) -> list[Any]:
     talk = chats.look_up(key)
     if chats.is_answering(key) or talk is None or not talk.turns:
         return update(chat_note=message_box("A message is being answered: wait for it, or press Stop.", "bad"))
-    last = talk.message or Message(talk.turns[-1].prompt)
+    last = talk.turns[-1].message
     chats.keep_chat(key, talk.take_back())
     chats.ask(key, last._replace(tries=last.tries + 1), first=True)
     return update(**show(key), chat_note=message_box(LOADING))
@@ -270,40 +222,39 @@ def read_settings(as_chat: bool, system: str, window: bool) -> Settings:
 @handler
 def answer(browser: Browser, tokens: float, seed: float, sample: bool, *manner: Any) -> Iterator[list[Any]]:
     """Let all models answer the message that waits longest; one that cannot be answered returns to its field."""
-    key, (count, first_seed, draws) = key_of(browser), read_how(tokens, seed, sample)
+    key = key_of(browser)
     if not (waiting := chats.asked(key)):
         yield update()  # it was taken back meanwhile
         return
     message = waiting[0]
-    choices = message.text, count, first_seed + message.tries, draws or message.tries > 0, read_settings(*manner)
     try:
-        yield from show_answers(browser, key, message, choices)
+        yield from show_answers(browser, key, message, read_how(tokens, seed, sample), read_settings(*manner))
     except LinearizerError as error:
         chats.take_asked(key)
-        yield update(**show(key), prompt=message.text, chat_note=message_box(str(error), "bad"))
+        returned = {"prompt": message.text, **draft(message.pictures)}
+        yield update(**show(key), **returned, chat_note=message_box(str(error), "bad"))
 
 
-def show_answers(browser: Browser, key: Key, message: Message, choices: Choices) -> Iterator[list[Any]]:
+def show_answers(
+    browser: Browser, key: Key, message: Message, how: tuple[int, int, bool], settings: Settings
+) -> Iterator[list[Any]]:
     """Show what the models read and write until the message is answered, or should not be."""
     from linearizer.run.results import StateSizes
 
     turn: Comparison | None = None
     talk = chats.look_up(key)
     before = talk.tokens if talk else 0
-    for talk, news in chat.compare_models(browser.visitor, browser.run_name, *choices, NAME):
+    for talk, news in chat.compare_models(browser.visitor, browser.run_name, message, *how, settings, NAME):
         if isinstance(news, StateSizes):
             heads = heads_of_reading(news, 0 if news.again else before)
             yield update(**heads, chat_note=reading_note(news, "the prompt"))
         else:
             if turn is None:
                 chats.take_asked(key)
-            turn, waiting = news, [each.text for each in chats.asked(key)]
-            yield update(**columns_of(talk, waiting), **heads_of_turn(news), chat_note="")
-    if turn is None or talk is None:
-        yield update(**show(key))
-        return
-    chats.keep_chat(key, Chat(**{**vars(talk), "message": message}))
-    yield update(**show(key), chat_note=turn_note(turn, message.answer))
+            turn = news
+            yield update(**columns_of(talk, chats.asked(key)), **heads_of(talk), chat_note="")
+    note = "" if turn is None or talk is None or talk.state else turn_note(turn, message.answer)
+    yield update(**show(key), **({} if turn is None else {"chat_note": note}))
 
 
 @handler
@@ -317,8 +268,34 @@ def read_file(browser: Browser, path: str | None, *manner: Any) -> Iterator[list
         assert isinstance(news, StateSizes), "nothing is written"
         yield update(**heads_of_reading(news, 0), chat_note=reading_note(news, "the document"))
     if (talk := chats.look_up(key)) is not None and talk.document is not None:
-        waiting = [message.text for message in chats.asked(key)]
-        yield update(**columns_of(talk, waiting), chat_note=message_box("Now ask about the document."))
+        yield update(**columns_of(talk, chats.asked(key)), chat_note=message_box("Now ask about the document."))
+
+
+@handler
+def save_state(browser: Browser) -> tuple[str, str]:
+    """Return the address of the student's state, which the browser then fetches, or say why there is none."""
+    try:
+        path = chat.save_state(browser.visitor, browser.run_name, NAME)
+    except LinearizerError as error:
+        return "", message_box(str(error), "bad")
+    return sending.offer_state(browser.find_run(), path), ""
+
+
+@handler
+def load_state(browser: Browser, path: str | None, *manner: Any) -> Iterator[list[Any]]:
+    """Begin a new chat with the state in a file that a visitor has sent."""
+    from linearizer.run.results import StateSizes
+
+    yield update(chat_note=message_box(LOADING))
+    key, file = key_of(browser), chats.fresh_file()
+    try:
+        shutil.move(path or os.devnull, file)
+        for _, news in chat.load_state(browser.visitor, browser.run_name, file, read_settings(*manner), NAME):
+            assert isinstance(news, StateSizes), "nothing is written"
+            note = message_box(f"The student remembers {news.tokens:,} tokens. Now ask about them.")
+            yield update(**show(key) | heads_of_reading(news, 0), chat_note=note)
+    except LinearizerError as error:
+        yield update(chat_note=message_box(str(error).replace(repr(str(file)), "the file"), "bad"))
 
 
 def take_text(path: str | None) -> str:
@@ -335,18 +312,19 @@ def take_text(path: str | None) -> str:
 
 
 @handler
-def stop(browser: Browser, prompt: str) -> list[Any]:
+def stop(browser: Browser, prompt: str, drafted: tuple[bytes, ...]) -> list[Any]:
     """Stop what is being read or written; messages that wait return to the field."""
-    left = chats.stop(key := key_of(browser))
-    texts = [prompt or "", *(message.text for message in left)]
-    return update(**show(key), prompt="\n".join(filter(None, texts)), chat_note=message_box("Stopped."))
+    left = [Message(prompt or "", pictures=tuple(drafted or ())), *chats.stop(key := key_of(browser))]
+    text = "\n".join(message.text for message in left if message.text)
+    pictures = draft([picture for message in left for picture in message.pictures])
+    return update(**show(key), **pictures, prompt=text, chat_note=message_box("Stopped."))
 
 
 @handler
 def end(browser: Browser) -> list[Any]:
     """Begin a new chat, in the template of the model; forget what was read and said."""
     actions.end_chat(browser.visitor, browser.run_name, NAME)
-    return update(**show(key_of(browser)), as_chat=True, answer="", chat_note="")
+    return update(**show(key_of(browser)), **draft(()), as_chat=True, answer="", chat_note="")
 
 
 def take_prompt(title: str) -> Any:

@@ -160,17 +160,19 @@ def list_owners(browser: Browser) -> tuple[Any, str, str]:
 
 
 @handler
-def preview_publication(browser: Browser, owner: str, repo: str, private: bool) -> tuple[str, str, str, Any]:
-    """Show what publishing would send."""
+def preview_publication(browser: Browser, owner: str, repo: str, private: bool) -> tuple[str, str, str, Any, Any]:
+    """Show what publishing would send, its card as the Hub shows it."""
     from linearizer.publish import push
 
     try:
         preview = actions.preview_publication(browser.visitor, browser.run_name, repo_id_of(owner, repo), private)
     except LinearizerError as error:
-        return markup.message_box(str(error), "bad"), "", "", gr.Button(interactive=False)
+        return markup.message_box(str(error), "bad"), "", "", gr.Accordion(visible=False), gr.Button(interactive=False)
     warnings = push.list_warnings(browser.find_run())
     notes = "".join(markup.message_box(note, "bad" if note in warnings else "note") for note in preview.notes)
-    return notes, cards.files_table(preview.files, preview.bytes), preview.card, gr.Button(interactive=preview.checked)
+    _, facts, card = preview.card.split("---\n", 2)
+    files, place = cards.files_table(preview.files, preview.bytes), gr.Accordion(visible=True)
+    return notes, files, f"```yaml\n{facts}```\n{card}", place, gr.Button(interactive=preview.checked)
 
 
 def repo_id_of(owner: str | None, repo: str | None) -> str:

@@ -225,7 +225,7 @@ def profile_step(ui: SimpleNamespace) -> None:
     ui.colour = gr.Radio([*colours.items()], value=0, **look)
     ui.needs = chart("Need, price, purchase", ABOUT_NEEDS, "needs", pending, ui.colour)
     other = "Another budget, in tokens of cache"
-    ui.other = gr.Slider(*budget_reach(), DEFAULT_BUDGET, step=8, label=other, elem_id="other")
+    ui.other = gr.Slider(label=other, step=8, elem_id="other", **reach_of(value=DEFAULT_BUDGET))
     ui.other_card = gr.HTML(elem_id="other-card")
     about = "The mean of the heads of each layer, and of all. The dotted line is the λ of the picture above."
     ui.curves = chart("Degrees of freedom by λ", about, pending="It is drawn once all heads are measured.")
@@ -300,7 +300,7 @@ def place_publishing(ui: SimpleNamespace) -> None:
             ui.publish = gr.Button("Publish", variant="primary", interactive=False, elem_id="publish")
         ui.preview_note = gr.HTML(elem_id="preview-note")
         ui.files = gr.HTML(elem_id="files")
-        with gr.Accordion("The card", open=False):
-            ui.card_text = gr.Code("", language="markdown", label="README.md", lines=3, wrap_lines=True)
+        with gr.Accordion("The card", open=False, visible=False) as ui.card_place:
+            ui.card_text = gr.Markdown(elem_id="card-text", header_links=False)
         ui.sent = gr.HTML(elem_id="sent")
         ui.snippet = gr.Code("", language="python", label="Load it anywhere", visible=False, elem_id="snippet")

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,7 +40,7 @@ MAX_OF_REQUEST = {"texts": 32, "length": 8192, "lengths": 6, "seconds": 15, "lim
 MAX_COMPARED_TOKENS = 256  # of a comparison, from each model
 MAX_PROMPT_TOKENS = 4096  # of a prompt and what is written after it, on a Space
 MAX_DOCUMENT_CHARACTERS = 200_000  # that models read on a Space
-MAX_FILE = "4mb" if on_space() else "64mb"  # that a visitor may send
+MAX_FILE = "16mb" if on_space() else "64mb"  # that a visitor may send
 MAX_CHATS = 64  # of all visitors, whose texts are kept
 MAX_STATE_BYTES = 2**30  # of the states of chats; the newest is always kept
 CHAT_SECONDS = 3600.0  # that a chat is kept after its last turn
@@ -192,6 +192,12 @@ def budget_reach(positions: int | None = None, planned: int | None = None) -> tu
     if planned is not None and not least <= planned <= most:
         return min(least, planned), max(largest, planned)
     return least, largest
+
+
+def shortened(plan: Plan) -> Plan:
+    """Shorten the texts of a plan that leaves their length open to what a Space serves, so that any budget fits."""
+    most = MAX_OF_PLAN["length"]
+    return replace(plan, length=most) if on_space() and plan.resolved_length(None) > most else plan
 
 
 def naming() -> AbstractContextManager[object]:

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from linearizer.workers.forecast import RunForecast
 
 # The parts of the second step that change with the model.
-FORM = ("budget", "plan_lead", "causal_form", "encoder_form", "encoder_sight", "job_part", *plan_form.ENCODER_IN_SIGHT)
+FORM = (
+    *("budget", "plan_lead", "causal_form", "encoder_form", "encoder_sight", "job_part", "text_only"),
+    *plan_form.ENCODER_IN_SIGHT,
+)
 
 
 @handler
@@ -54,11 +57,17 @@ def show_model(browser: Browser, model: str | None, budget: float | None) -> tup
     if not inspection.supported:
         return show(card)
     priced = planning.find_priced(browser.visitor, inspection)
-    return show(card, replace(examined, priced=priced), show_form(inspection.max_positions, budget))
+    form = show_form(inspection.max_positions, budget, pictures=inspection.reads_pictures)
+    return show(card, replace(examined, priced=priced), form)
 
 
-def show_form(positions: int | None, budget: float | None, encoder: EncoderInspection | None = None) -> list[Any]:
-    """Show the form of a causal model or of an encoder: the range and the title of the slider, and the fields."""
+def show_form(
+    positions: int | None, budget: float | None, encoder: EncoderInspection | None = None, pictures: bool = False
+) -> list[Any]:
+    """Show the form of a causal model or of an encoder: the range and the title of the slider, and the fields.
+
+    `pictures`: the model reads them, and a student may leave that out.
+    """
     kind, input_kind = "encoder" if encoder else "causal", encoder and encoder.reads
     parts = {
         "budget": gr.Slider(**reach_of(positions, None if budget is None else int(budget), label=SLIDERS[kind])),
@@ -67,6 +76,7 @@ def show_form(positions: int | None, budget: float | None, encoder: EncoderInspe
         "encoder_form": gr.Column(visible=encoder is not None),
         "encoder_sight": gr.Column(visible=encoder is not None),
         "job_part": gr.Accordion(visible=encoder is None),  # jobs do not know encoders
+        "text_only": gr.update(visible=pictures),
         "length": gr.Textbox(visible=input_kind == "texts"),
         "text": gr.Textbox(visible=input_kind != "pictures"),
         "pictures": gr.Textbox(visible=input_kind == "pictures"),
@@ -108,7 +118,7 @@ def show_budget(chosen: Examined | ExaminedEncoder | None, *choices: Any) -> str
     except LinearizerError as error:
         return markup.message_box(name_fields(str(error)), "bad")
     kl = plan_cards.expected_kl(chosen.priced, plan)
-    inspection = chosen.inspection
+    inspection = chosen.part_for(plan)
     return plan_cards.budget_card(plan, inspection.layers, chosen.positions, kl, inspection.beside_state)
 
 
@@ -199,7 +209,8 @@ def offer_job(browser: Browser, *choices: Any) -> tuple[Any, str, float]:
 
     (flavor, minutes, push), (chosen, *form) = read_job(*choices[:3]), choices[3:]
     plan, token = make_plan(*read_form(chosen, *form)), browser.visitor.token
-    job = hub_jobs.offer_job(plan, chosen.inspection, flavor, minutes=minutes or None, push=push or None, token=token)
+    part = chosen.part_for(plan)
+    job = hub_jobs.offer_job(plan, part, flavor, minutes=minutes or None, push=push or None, token=token)
     sentence = job.in_words + (f"; it publishes {job.push}" if job.push else "")
     return gr.Column(visible=True), markup.message_box(f"{sentence[0].upper()}{sentence[1:]}."), job.cap
 

@@ -41,6 +41,7 @@ class Examined:
     config: PreTrainedConfig
     download: int
     priced: Run | None = None  # a run of the same model whose heads have prices
+    tower: Inspection | None = None  # of its text tower, if the whole model reads pictures
 
     @property
     def positions(self) -> int:
@@ -56,14 +57,18 @@ class Examined:
         """Refuse a plan that a run here would refuse before it works."""
         from linearizer import checks
 
-        checks.check_plan(plan, self.inspection)
-        limits.check_plan(plan, self.inspection)
+        checks.check_plan(plan, inspection := self.part_for(plan))
+        limits.check_plan(plan, inspection)
+
+    def part_for(self, plan: Plan) -> Inspection:
+        """Return the inspection of what a plan takes of the model: its text tower, if it leaves pictures out."""
+        return self.tower if plan.text_only and self.tower is not None else self.inspection
 
     def forecast(self, plan: Plan) -> RunForecast:
         """Forecast seconds, memory and disk of a plan on this machine, whose speed is measured once."""
         from linearizer.workers import forecast
 
-        return forecast.forecast_run(plan, self.inspection, speeds_of(plan), self.download)
+        return forecast.forecast_run(plan, self.part_for(plan), speeds_of(plan), self.download)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +130,10 @@ def examine_model(visitor: Visitor, model: str) -> Examined | ExaminedEncoder:
     source = models.find_model(model, visitor.token)
     config = load_config(source, visitor.token)
     inspection = inspect_model(source, config)
-    return Examined(inspection, config, models.download_bytes(source) if inspection.supported else 0)
+    reads = inspection.reads_pictures
+    tower = inspect_model(source, load_config(source, visitor.token, text_only=True)) if reads else None
+    download = models.download_bytes(source) if inspection.supported else 0
+    return Examined(inspection, config, download, tower=tower)
 
 
 def find_priced(visitor: Visitor, inspection: Inspection) -> Run | None:
@@ -154,7 +162,7 @@ def make_plan(model: str, budget: int, effort: str, options: Mapping[str, Any]) 
     if plan.steps and "steps" not in chosen:
         plan = replace(plan, steps=max(1, round(plan.steps * share)))
     limits.check_model(plan.model, plan.text)
-    return plan
+    return plan if "length" in chosen else limits.shortened(plan)
 
 
 def make_encoder_plan(model: str, budget: int, options: Mapping[str, Any]) -> EncoderPlan:

@@ -19,7 +19,7 @@ from linearizer.errors import LinearizerError, RequestError
 from linearizer.page import cards, compare, plan_cards, run_state, sending
 from linearizer.page.calls import Browser, handler
 from linearizer.page.handlers import IDLE_POLL_SECONDS, RUN_ACTIONS, show_note
-from linearizer.page.limits import budget_reach
+from linearizer.page.layout import reach_of
 from linearizer.page.run_state import PART_PREFIX
 from linearizer.page.visitors import is_example
 from linearizer.plan.plan import DEFAULT_BUDGET
@@ -36,7 +36,12 @@ POLL_SECONDS = 3.0  # between two polls of a live run
 PLOTS = ("curves", "losses")
 TEXTS = ("verdict", "usage")
 LOCKED = {"compare": gr.Button, "file": gr.UploadButton, "branch": gr.Button}  # until a step of the run is reached
-OFFERS = {"download": "student", "to_chat": "compare", "to_publish": "student"}  # what each needs
+OFFERS = {
+    "download": "student",
+    "to_chat": "compare",
+    "to_publish": "student",
+    "picture": "pictures",
+}  # what each needs
 TABS = ("step_2", "step_3", "step_4", "step_5", "step_6")
 PLACES = ("colour", "awaited", "all")
 PARTS = tuple(f"{part}_{piece}" for part in PART_VIEWS for piece in ("place", "tables", "chart"))
@@ -115,7 +120,7 @@ def draw_changes(browser: Browser, drawn_marks: dict[str, str], at: float, touch
         drawn["step_4"] = gr.Tab(visible=changed["trains"], interactive=True)
     if "can" in changed:
         drawn |= {name: gr.Button(visible=changed["can"][name]) for name in RUN_ACTIONS}
-        drawn |= {name: gr.Button(visible=changed["can"][needed]) for name, needed in OFFERS.items()}
+        drawn |= {name: gr.update(visible=changed["can"][needed]) for name, needed in OFFERS.items()}
     drawing = changed.get("shares" if "shares" in parts else "measuring")
     if drawing is not None and not touched:
         drawn |= draw_heads(drawing)
@@ -168,7 +173,9 @@ def show_attached(run: Run | None) -> dict[str, Any]:
     updates["colour"] = gr.Radio(visible=decided_by == "prices")
     updates["run_plan"] = plan_cards.plan_card(run.plan, read_training(run))
     if run.has_file("inspection.json"):
-        updates |= {"run_model": plan_cards.model_card(run.inspection), "other": slider_of(run)}
+        budget = run.plan.budget or DEFAULT_BUDGET
+        other = gr.Slider(**reach_of(run.positions, budget, value=budget))
+        updates |= {"run_model": plan_cards.model_card(run.inspection), "other": other}
     return updates
 
 
@@ -177,19 +184,12 @@ def show_nothing() -> dict[str, Any]:
     updates: dict[str, Any] = dict.fromkeys((*PLOTS, "needs", "held")) | dict.fromkeys(
         (*TEXTS, "other_card", "sent"), ""
     )
-    updates |= {name: gr.Button(visible=False) for name in (*RUN_ACTIONS, *OFFERS)}
+    updates |= {name: gr.update(visible=False) for name in (*RUN_ACTIONS, *OFFERS)}
     updates |= {name: part(interactive=False) for name, part in LOCKED.items()}
     updates |= {"evaluate": gr.Button(interactive=False), "stop_evaluating": gr.Button(visible=False)}
     for part in PART_VIEWS:
         updates |= {f"{part}_place": gr.Column(visible=False), f"{part}_tables": "", f"{part}_chart": None}
     return {**updates, "seen": {}, "timer": gr.Timer(IDLE_POLL_SECONDS), "snippet": gr.Code(visible=False)}
-
-
-def slider_of(run: Run) -> gr.Slider:
-    """Put the slider at the run's own budget, with a range that includes it."""
-    budget = run.plan.budget or DEFAULT_BUDGET
-    least, most = budget_reach(run.positions, budget)
-    return gr.Slider(value=budget, minimum=least, maximum=max(most, budget))
 
 
 def draw_heads(draw: Callable[[], tuple[str, str]]) -> dict[str, Any]:

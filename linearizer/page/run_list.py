@@ -82,19 +82,26 @@ def quality_line(run: Run) -> str:
     with suppress(LinearizerError):  # a damaged file of one run must not hide the others
         if (verdict := judge_any_run(run)) is None:
             return ""
-        lengths, lines = part.result.lengths if (part := run.results.get("language")) else [], []
-        for name in ("window", "student"):
-            judged = [(result.length, of_subject(result, name).kl) for result in lengths]
-            points = [(float(length), max(kl.mean, MIN_DRAWN_KL)) for length, kl in judged if kl is not None]
-            lines += [Line(name, points, f"lz-{name}", marked=False)] * (len(points) > 1)
-        headline = verdict.sentence.partition(". ")[0]
-        drawn = ""
-        if lines:
-            about = f"KL over texts of {lengths[0].length:,} to {lengths[-1].length:,} tokens, student and window"
-            x, y = (Axis.around([point[side] for line in lines for point in line.points]) for side in (0, 1))
-            drawn = draw_lines(about, x, y, lines)
-        return f"{drawn}<p>{sentence_html(headline)}.</p>"
+        lines = [Line(name, kl_points(run, name), f"lz-{name}", marked=False) for name in ("window", "student")]
+        return f"{draw_kl(lines)}<p>{sentence_html(verdict.sentence.partition('. ')[0])}.</p>"
     return ""
+
+
+def kl_points(run: Run, name: str) -> list[tuple[float, float]]:
+    """Return the lengths on which a run was judged, and the KL of a subject on each."""
+    lengths = part.result.lengths if (part := run.results.get("language")) else ()
+    judged = [(float(result.length), of_subject(result, name).kl) for result in lengths]
+    return [(length, max(kl.mean, MIN_DRAWN_KL)) for length, kl in judged if kl is not None]
+
+
+def draw_kl(lines: Sequence[Line]) -> str:
+    """Draw lines of KL over the length; empty where none has two points."""
+    lines = [line for line in lines if len(line.points) > 1]
+    if not lines:
+        return ""
+    x, y = (Axis.around([point[side] for line in lines for point in line.points]) for side in (0, 1))
+    names = " and ".join(line.name for line in lines)
+    return draw_lines(f"KL over texts of {x.low:,.0f} to {x.high:,.0f} tokens, {names}", x, y, lines)
 
 
 def last_runs(statuses: Sequence[Status]) -> str:
@@ -144,7 +151,14 @@ def comparison_card(first: Run, second: Run) -> str:
         if (verdict := judge_run(run)) is not None
     )
     facts, plan = "Results", "Options of the plan that differ"
-    return table(facts, head, rows, kind=kind) + verdicts + table(plan, head, differing, kind=kind)
+    kinds = ("lz-student", "lz-other")
+    lines = [
+        Line(run.folder.name, kl_points(run, "student"), kind) for run, kind in zip((first, second), kinds, strict=True)
+    ]
+    drawn = draw_kl(lines)
+    title = "<figcaption>KL of the students by length of the texts</figcaption>"
+    chart = f'<div class="lz-real lz-charts"><figure>{title}{drawn}</figure></div>' if drawn else ""
+    return chart + table(facts, head, rows, kind=kind) + verdicts + table(plan, head, differing, kind=kind)
 
 
 def show_option(value: object) -> str:
@@ -153,10 +167,13 @@ def show_option(value: object) -> str:
 
 
 def run_facts(run: Run) -> dict[str, str]:
-    """Return the results of a run by their names."""
+    """Return the results of a run by their names, each quality at its length."""
     facts: dict[str, str] = {}
-    if (verdict := judge_run(run)) is not None and verdict.kl is not None:
-        facts |= {"KL, nats per token": f"{verdict.kl:.4f}", "agreement with the teacher": f"{verdict.agreement:.1%}"}
+    for result in part.result.lengths if (part := run.results.get("language")) else ():
+        student = of_subject(result, "student")
+        facts |= {f"KL, texts of {result.length:,} tokens": f"{student.kl.mean:.4f}"} if student.kl else {}
+        if student.agreement:
+            facts[f"agreement, texts of {result.length:,} tokens"] = f"{student.agreement.mean:.1%}"
     if (allocation := run.allocation) is not None:
         state = StateSize.of(allocation, run.layers)
         facts["state"] = growing(state.fixed, state.growth)

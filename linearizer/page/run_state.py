@@ -200,6 +200,7 @@ def possible_actions(status: Status) -> dict[str, bool]:
         "use": training and cards.trains(status.run) and not status.run.has_request("use"),
         "student": status.run.checkpoint.is_dir(),
         "compare": chat.has_student(status.run) and not status.run.is_encoder_run,
+        "pictures": chat.reads_pictures(status.run),
     }
 
 

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from starlette.background import BackgroundTask
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from linearizer.errors import LinearizerError, RequestError
@@ -68,7 +69,7 @@ class Publication:
 
 
 PUBLICATIONS: dict[tuple[Path, str], Publication] = {}  # by the keys of runs, the newest last
-OFFERED: dict[str, tuple[float, Run]] = {}  # by the secret in the address
+OFFERED: dict[str, tuple[float, Run, Path | None]] = {}  # by the secret in the address: a student, or a state's file
 
 
 def begin_publication(run: Run, repo_id: str, private: bool, token: str | None) -> Publication:
@@ -94,7 +95,7 @@ def is_leaving(run: Run) -> bool:
     """Whether the student of a run is being published or downloaded, or may be downloaded soon."""
     publication, now = PUBLICATIONS.get(run.key), time.monotonic()
     with LOCK:
-        offered = any(end > now and offer.key == run.key for end, offer in OFFERED.values())
+        offered = any(end > now and offer.key == run.key for end, offer, _ in OFFERED.values())
         return offered or bool(FETCHED[run.key]) or (publication is not None and not publication.is_over)
 
 
@@ -102,12 +103,23 @@ def offer_download(run: Run) -> str:
     """Make an address, relative to the page, for the download of a student; nobody can guess it."""
     if not run.checkpoint.is_dir():
         raise RequestError("this run has no student yet: wait until it is done")
+    return f"student/{offer(run)}.zip"
+
+
+def offer_state(run: Run, path: Path) -> str:
+    """Make such an address for the file of a state, which is deleted once it is fetched."""
+    return f"state/{offer(run, path)}"
+
+
+def offer(run: Run, path: Path | None = None) -> str:
     ticket, now = secrets.token_urlsafe(16), time.monotonic()
     with LOCK:
-        for expired in [key for key, (end, _) in OFFERED.items() if end < now]:
-            del OFFERED[expired]
-        OFFERED[ticket] = now + OPEN_SECONDS, run
-    return f"student/{ticket}.zip"
+        for expired in [key for key, (end, *_) in OFFERED.items() if end < now]:
+            *_, file = OFFERED.pop(expired)
+            if file is not None:
+                file.unlink(missing_ok=True)
+        OFFERED[ticket] = now + OPEN_SECONDS, run, path
+    return ticket
 
 
 def student_name(run: Run) -> str:
@@ -118,7 +130,7 @@ def student_name(run: Run) -> str:
 
 def send_student(request: Request) -> Response:
     """Send the student that an address names."""
-    end, run = OFFERED.get(request.path_params["ticket"], (0.0, None))
+    end, run, _ = OFFERED.get(request.path_params["ticket"], (0.0, None, None))
     if run is None or end < time.monotonic() or not run.checkpoint.is_dir():
         return PlainTextResponse(TOO_OLD, 404)
     headers = {"Content-Disposition": f'attachment; filename="{(name := student_name(run))}.zip"'}
@@ -137,7 +149,15 @@ def fetch(run: Run, name: str) -> Iterator[bytes]:
             FETCHED[run.key] -= 1
 
 
-ROUTE = Route("/student/{ticket}.zip", send_student)
+def send_state(request: Request) -> Response:
+    """Send the state that an address names, once."""
+    end, run, path = OFFERED.pop(request.path_params["ticket"], (0.0, None, None))
+    if run is None or path is None or end < time.monotonic():
+        return PlainTextResponse(TOO_OLD.replace("student", "state").replace("Download", "Save"), 404)
+    return FileResponse(path, filename=f"{student_name(run)}.state", background=BackgroundTask(path.unlink))
+
+
+ROUTES = [Route("/student/{ticket}.zip", send_student), Route("/state/{ticket}", send_state)]
 
 
 class ZipBuffer(io.RawIOBase):

@@ -122,7 +122,7 @@ def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
 
 
 def wire_model(ui: SimpleNamespace) -> None:
-    parts = {**vars(ui), **ui.encoder_fields}
+    parts = {**vars(ui), **ui.encoder_fields, "text_only": ui.fields["text_only"]}
     outputs = [ui.model_card, ui.inspection, ui.to_budget, ui.step_2, *(parts[name] for name in plan_handlers.FORM)]
     ui.model.key_up(handlers.search_models, ui.memory, ui.model, **{**QUICK, "trigger_mode": "always_last"})
     # queued, because otherwise Gradio would not report the change of the inspection's State to the page
@@ -199,7 +199,7 @@ def wire_publish(ui: SimpleNamespace) -> None:
     owned, noted = [ui.owner, ui.repo, ui.preview_note], {"show_progress_on": ui.preview_note}
     ui.publish_part.expand(handlers.list_owners, ui.memory, owned, **SLOW, **noted)
     target = [ui.memory, ui.owner, ui.repo, ui.private]
-    outputs = [ui.preview_note, ui.files, ui.card_text, ui.publish]
+    outputs = [ui.preview_note, ui.files, ui.card_text, ui.card_place, ui.publish]
     fetched = ui.download.click(handlers.download_student, ui.memory, ui.link, **ONCE)
     fetched.success(None, ui.link, None, js="fetchFile", **QUICK)
     ui.preview.click(handlers.preview_publication, target, outputs, **{**ONCE, **noted})
@@ -303,7 +303,7 @@ def serve_page(
         max_file_size=limits.MAX_FILE,
         state_session_capacity=MAX_SESSIONS,
         app_kwargs={
-            "routes": [sending.ROUTE, link_preview.ROUTE],
+            "routes": [*sending.ROUTES, link_preview.ROUTE],
             "middleware": [compressing, *keep_out(key or made_key), Middleware(link_preview.LinkPreview)],
         },
         ssr_mode=False,

@@ -1,14 +1,16 @@
 """What the page says of runs: what waits and for what, how far a run is, and what a chat says of its models."""
 
 import re
+import shutil
 import time
 from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 
-from linearizer.page import cards, compare, plan_cards, run_list
-from linearizer.page.chats import Chat, Settings
+from linearizer.page import cards, chat_cards, handlers, plan_cards, run_list
+from linearizer.page.chats import Chat, Message, Settings, Turn
+from linearizer.page.visitors import example_folder
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
 from linearizer.run.events import EventName
@@ -58,35 +60,36 @@ def test_the_list_of_runs_says_how_far_each_is(waiting):
 
 
 def test_the_pace_of_a_few_tokens_is_not_told():
-    assert "50.0" in compare.head_card("student", 1, 1, 32, Side("", 32, 0.1, 50.0, 32, 1000))
-    assert "50.0" not in compare.head_card("student", 1, 1, 32, Side("", 3, 0.1, 50.0, 32, 1000))
+    assert "50.0" in chat_cards.head_card("student", 1, 1, 32, Side("", 32, 0.1, 50.0, 32, 1000))
+    assert "50.0" not in chat_cards.head_card("student", 1, 1, 32, Side("", 3, 0.1, 50.0, 32, 1000))
 
 
 def messages_of(turn, name="student"):
-    return [each["content"] for each in compare.columns_of(Chat(Settings(), turns=(turn,)), ["Next"])[name]["value"]]
+    talk = Chat(Settings(), turns=(Turn(Message(turn.prompt), {}, turn),))
+    return [each["content"] for each in chat_cards.columns_of(talk, [Message("Next")])[name]["value"]]
 
 
 def test_a_model_that_writes_nothing_ended_at_once():
     silent = replace(side(1, 0.0), text="")
     both, three = Comparison("Hi", 2, silent, silent), Comparison("Hi", 2, silent, silent, silent)
     assert messages_of(both) == ["Hi", "(ended at once)", "Next"] and messages_of(both, "window") == ["Hi", "", "Next"]
-    assert "Both ended at once." in compare.turn_note(both) and "All ended at once." in compare.turn_note(three)
+    assert "Both ended at once." in chat_cards.turn_note(both) and "All ended at once." in chat_cards.turn_note(three)
 
 
 def test_what_the_others_write_as_the_teacher_does_is_told_in_one_line():
     teacher, student, window = (replace(side(8, 50.0), text="a b c"), *[replace(side(8, 50.0), text="a <d>")] * 2)
     student = replace(student, difference=Difference(2, "a ", "b", "<d>"))
     now = Comparison("Hi", 2, teacher, student, window)
-    note = compare.turn_note(now)
+    note = chat_cards.turn_note(now)
     assert "the student 2 of 8 (25%), the window 8 of 8 (100%). Then the student writes “‹d›” in place of “b”." in note
     assert messages_of(now)[1] == "a <d>"  # as it was written, so that it is copied so
 
 
 def test_an_answer_is_right_or_wrong_and_says_nothing_where_the_teacher_is_wrong():
     knows, guesses = (replace(side(8, 50.0), text=text) for text in (" blue, and", "red"))
-    note = compare.turn_note(Comparison("Hi", 2, knows, knows, guesses), "blue")
+    note = chat_cards.turn_note(Comparison("Hi", 2, knows, knows, guesses), "blue")
     assert "the teacher right, the student right, the window wrong." in note and "nothing" not in note
-    assert "says nothing of the student" in compare.turn_note(Comparison("Hi", 2, guesses, knows, guesses), "blue")
+    assert "says nothing of the student" in chat_cards.turn_note(Comparison("Hi", 2, guesses, knows, guesses), "blue")
 
 
 def widths(heads):
@@ -95,22 +98,24 @@ def widths(heads):
 
 def test_the_heads_say_what_each_model_holds_and_have_room_for_the_teachers_end():
     half, whole = (StateSizes(n, 100, {"teacher": 10_000 * n, "student": 50_000}) for n in (50, 100))
-    assert widths(compare.heads_of_reading(half, 0)) == [50, 5] and widths(compare.heads_of_reading(whole, 0)) == [
+    assert widths(chat_cards.heads_of_reading(half, 0)) == [50, 5] and widths(
+        chat_cards.heads_of_reading(whole, 0)
+    ) == [
         100,
         5,
     ]
-    assert "500 kB" in compare.heads_of_reading(half, 0)["teacher_head"]
-    after = compare.heads_of_reading(replace(half, bytes={"teacher": 350 * 10_000, "student": 50_000}), 300)
+    assert "500 kB" in chat_cards.heads_of_reading(half, 0)["teacher_head"]
+    after = chat_cards.heads_of_reading(replace(half, bytes={"teacher": 350 * 10_000, "student": 50_000}), 300)
     assert widths(after)[0] == 87.5 and "memory at 350 tokens" in after["student_head"]
-    assert "Reading the text: 50 of 100" in compare.reading_note(half, "the text")
-    assert "Read the text: 100 of 100" in compare.reading_note(whole, "the text")
+    assert "Reading the text: 50 of 100" in chat_cards.reading_note(half, "the text")
+    assert "Read the text: 100 of 100" in chat_cards.reading_note(whole, "the text")
 
 
 def test_what_recurrent_layers_keep_is_named_and_does_not_grow():
     now = StateSizes(50, 200, {"teacher": 1_000_000, "student": 550_000}, recurrent_bytes=500_000)
-    assert widths(compare.heads_of_reading(now, 0)) == [40, 22]  # of 2.5 MB at 200 tokens
-    assert "500 kB of each memory are in recurrent layers, and do not grow" in compare.reading_note(now, "it")
-    assert "recurrent" not in compare.reading_note(replace(now, recurrent_bytes=0), "it")
+    assert widths(chat_cards.heads_of_reading(now, 0)) == [40, 22]  # of 2.5 MB at 200 tokens
+    assert "500 kB of each memory are in recurrent layers, and do not grow" in chat_cards.reading_note(now, "it")
+    assert "recurrent" not in chat_cards.reading_note(replace(now, recurrent_bytes=0), "it")
 
 
 def test_a_budget_is_stated_with_what_recurrent_layers_keep_beside_it():
@@ -141,3 +146,27 @@ def test_the_lines_under_use_it_load_the_student_and_write(quick_run, capsys):
     exec(ways["Load it"], {})
     assert capsys.readouterr().out.startswith("Once")
     assert ("Serve it with vLLM" in ways) == (find_spec("vllm") is not None)
+
+
+def test_two_runs_are_set_side_by_side_at_equal_lengths_alone(quick_run):
+    other = Run(example_folder())
+    both = [{result.length for result in run.results["language"].result.lengths} for run in (Run(quick_run), other)]
+    card = run_list.comparison_card(Run(quick_run), other)
+    assert both[0] ^ both[1]
+    for length in both[0] | both[1]:
+        row = card.partition(f"KL, texts of {length:,} tokens")[2].partition("</tr>")[0]
+        assert row.count("–") == 2 - sum(length in lengths for lengths in both), row
+    assert "<figcaption>KL of the students" in card
+
+
+def test_the_card_is_shown_as_the_hub_shows_it_before_it_is_sent(quick_run, root):
+    shutil.copytree(quick_run, root / "run")
+    _, _, card, place, _ = handlers.preview_publication({"run": "run"}, None, None, "ann", "student", True)
+    facts, _, text = card.partition("```\n")
+    assert (
+        facts.startswith("```yaml\n")
+        and "library_name" in facts
+        and text.lstrip().startswith("# ")
+        and "---" not in facts
+    )
+    assert place.visible

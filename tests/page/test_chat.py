@@ -8,11 +8,14 @@ import pytest
 
 from linearizer.errors import RequestError
 from linearizer.evaluate import side_by_side
-from linearizer.page import chat, chats, compare, limits
+from linearizer.page import chat, chat_cards, chats, compare, limits, sending
 from linearizer.page.calls import Browser
-from linearizer.page.chats import Settings
+from linearizer.page.chats import Message, Settings
 from linearizer.page.visitors import find_visitor
+from linearizer.progress import finish
 from linearizer.run.results import Comparison, StateSizes
+from linearizer.serve import kept_state
+from linearizer.serve.state_files import describe
 
 MEMORY = {"run": "run"}  # of a browser
 ANN, BOB = "a" * 16, "b" * 16
@@ -42,7 +45,8 @@ def models(visitor):
 
 
 def said(visitor, prompt, settings=Settings(), name="talk", tokens=6):  # noqa: B008
-    return list(chat.compare_models(visitor, "run", prompt, tokens, 0, False, settings, name))
+    message = prompt if isinstance(prompt, Message) else Message(prompt)
+    return list(chat.compare_models(visitor, "run", message, tokens, 0, False, settings, name))
 
 
 def texts(values):
@@ -56,7 +60,7 @@ def test_a_chat_hears_what_the_template_of_the_model_writes(visitor, models):
     for prompt in ("Where?", "When?"):
         (talk, last) = said(visitor, prompt, settings)[-1]
     for name in ("teacher", "student", "window"):
-        first, second = (getattr(turn, name).text for turn in talk.turns)
+        first, second = (getattr(turn.answers, name).text for turn in talk.turns)
         turns = [f"{TEXT}\n\nWhere?", first, "When?", second]
         roles = [{"role": ("user", "assistant")[place % 2], "content": turn} for place, turn in enumerate(turns)]
         written = models.tokenizer.apply_chat_template(
@@ -103,7 +107,7 @@ def column(updates, name="student"):
 
 def ask_page(prompt, answer=""):
     """Send a message as the page does; what answers it goes on when it is iterated."""
-    sent = compare.send(MEMORY, None, None, prompt, answer, 4, 0, False)
+    sent = compare.send(MEMORY, None, None, prompt, answer, (), 4, 0, False)
     return sent, compare.answer(MEMORY, None, None, 4, 0, False, True, "", True)
 
 
@@ -125,12 +129,12 @@ def test_messages_wait_in_view_and_all_turns_stay_also_on_a_page_that_is_opened_
 def test_a_message_that_cannot_be_answered_is_refused_before_any_model_is_loaded(visitor, monkeypatch):
     monkeypatch.setattr(chats, "lent_models", None)
     for prompt in ("", " \n", None):
-        refused = shown(compare.send(MEMORY, None, None, prompt, "", 4, 0, False))
+        refused = shown(compare.send(MEMORY, None, None, prompt, "", (), 4, 0, False))
         assert "the prompt is empty" in refused["chat_note"] and "Loading" not in str(refused)
     for number in range(chats.MAX_WAITING + 1):
-        last = shown(compare.send(MEMORY, None, None, f"{number}", "", 4, 0, False))
+        last = shown(compare.send(MEMORY, None, None, f"{number}", "", (), 4, 0, False))
     assert "8 messages wait for an answer" in last["chat_note"]
-    stopped = shown(compare.stop(MEMORY, None, None, "typed"))
+    stopped = shown(compare.stop(MEMORY, None, None, "typed", ()))
     assert stopped["prompt"] == "\n".join(["typed", *map(str, range(chats.MAX_WAITING))])
 
 
@@ -143,19 +147,20 @@ def test_a_retry_takes_the_last_turn_back_and_draws_another(visitor, models):
     *_, again = compare.answer(MEMORY, None, None, 4, 0, False, True, "", True)
     after = chats.look_up(key)
     assert column(again)[::2] == ["Where?", "When?"] and after.turns[0] == before.turns[0]
-    assert after.message.tries == 1 and after.before == before.before
-    assert after.turns[1].teacher.tokens_read == before.turns[1].teacher.tokens_read
+    (*_, first), (*_, second) = before.turns, after.turns
+    assert second.message.tries == 1 and second.before == first.before
+    assert second.answers.teacher.tokens_read == first.answers.teacher.tokens_read
 
 
 def test_a_stop_ends_what_is_written_and_keeps_it(visitor, models, monkeypatch):
     monkeypatch.setattr(side_by_side, "UPDATE_SECONDS", 0.0)
-    compare.send(MEMORY, None, None, "Where?", "", 200, 0, False)
+    compare.send(MEMORY, None, None, "Where?", "", (), 200, 0, False)
     answering = compare.answer(MEMORY, None, None, 200, 0, False, True, "", True)
     while len(shown(next(answering))["student"].get("value", [])) < 2:
         pass
-    compare.stop(MEMORY, None, None, "")
+    compare.stop(MEMORY, None, None, "", ())
     *_, end = answering
-    assert len(column(end)) == 2 and chats.look_up(compare.key_of(Browser(MEMORY))).turns[0].teacher.tokens < 9
+    assert len(column(end)) == 2 and chats.look_up(compare.key_of(Browser(MEMORY))).turns[0].answers.teacher.tokens < 9
     assert not chats.is_answering(compare.key_of(Browser(MEMORY)))
 
 
@@ -168,7 +173,7 @@ def test_a_stop_leaves_what_was_read_by_then(visitor, models):
     values = said(visitor, "Where?")
     assert not any(isinstance(now, StateSizes) and now.again for _, now in values)
     assert held.tokens < values[-1][1].teacher.tokens_read < held.total
-    writing = chat.compare_models(visitor, "run", "And?", 200, 0, False, Settings(), "talk")
+    writing = chat.compare_models(visitor, "run", Message("And?"), 200, 0, False, Settings(), "talk")
     for _, now in writing:
         if isinstance(now, Comparison):
             break
@@ -273,7 +278,72 @@ def test_a_prompt_that_needs_memory_begins_a_chat_of_its_own_and_its_answer_is_j
     list(chat.read_document(visitor, "run", TEXT, Settings(), compare.NAME))
     taken = shown(compare.take_prompt(chat.WORD)(MEMORY, None, None, 6))
     assert not taken["as_chat"] and "tokens back" in taken["chat_note"]
-    compare.send(MEMORY, None, None, taken["prompt"], taken["answer"], 6, 0, False)
+    compare.send(MEMORY, None, None, taken["prompt"], taken["answer"], (), 6, 0, False)
     *_, end = compare.answer(MEMORY, None, None, 6, 0, False, False, "", True)
     assert "the teacher wrong" in shown(end)["chat_note"] and f"“{taken['answer']}”" in shown(end)["chat_note"]
     assert chats.look_up(compare.key_of(Browser(MEMORY))).document is None
+
+
+def saved(visitor, tmp_path, name):
+    """The file of the student's state after a chat, as a visitor gets and sends it."""
+    return shutil.copy(chat.save_state(visitor, "run", name), tmp_path / name)
+
+
+def answer_of(values):
+    return values[-1][1].student.text
+
+
+def go_on(visitor, path, settings=Settings()):  # noqa: B008
+    shutil.copy(path, file := chats.fresh_file())
+    return list(chat.load_state(visitor, "run", file, settings, "loaded"))
+
+
+@pytest.mark.parametrize("settings", [Settings(), RAW])
+def test_a_student_goes_on_from_a_state_as_from_the_chat_that_was_saved(visitor, models, tmp_path, settings):
+    list(chat.read_document(visitor, "run", TEXT, settings, "talk"))
+    if settings.as_chat:
+        said(visitor, "Where?", settings)
+    path, expected = saved(visitor, tmp_path, "talk"), answer_of(said(visitor, "When?", settings))
+    *_, (talk, sizes) = go_on(visitor, path, settings)
+    assert talk.tokens == sizes.tokens == describe(path).tokens and [*sizes.bytes] == ["student"]
+    answers = [answer_of(said(visitor, "When?", settings, "loaded"))]
+    key = chats.key_of(visitor, visitor.find_run("run"), "loaded")
+    chats.keep_chat(key, chats.look_up(key).take_back())
+    chats.forget_states(key)  # which are read from the file again
+    answers.append(answer_of(said(visitor, "When?", settings, "loaded")))
+    if settings == RAW:  # what follows a document is not divided into tokens as what follows a state
+        asked = kept_state.ask(visitor.find_run("run"), "When?", path, new_tokens=6, raw=True)
+        expected = finish(asked).text
+    assert answers == [expected] * 2
+
+
+def test_a_state_shows_in_the_students_column_and_is_gone_with_its_chat(visitor, models, tmp_path):
+    said(visitor, "Where?", name=compare.NAME)
+    address, note = compare.save_state(MEMORY, None, None)
+    assert not note
+    *_, path = sending.OFFERED[address.removeprefix("state/")]
+    *_, end = compare.load_state(MEMORY, None, None, str(shutil.copy(path, tmp_path / "mine")), True, "", True)
+    assert "remembers" in shown(end)["chat_note"]
+    parts = compare.show(key := compare.key_of(Browser(MEMORY)))
+    first = {name: parts[name]["value"][0]["content"] for name in chat_cards.COLUMNS}
+    assert first == {"teacher": chat_cards.ALONE, "student": "A state", "window": chat_cards.ALONE}
+    chats.ask(key, Message("And?"))
+    *_, end = compare.answer(MEMORY, None, None, 4, 0, False, True, "", True)
+    assert len(shown(end)["student"]["value"]) == 3 and len(shown(end)["teacher"]["value"]) == 1
+    file = chats.look_up(key).state
+    compare.end(MEMORY, None, None)
+    assert not file.exists() and not (tmp_path / "mine").exists()
+
+
+def test_what_is_no_state_of_this_student_is_refused_in_a_sentence_and_the_chat_stays(visitor, models, tmp_path):
+    said(visitor, "Where?", name=compare.NAME)
+    before = chats.look_up(key := compare.key_of(Browser(MEMORY)))
+    whole = saved(visitor, tmp_path, compare.NAME).read_bytes()
+    contents = {b"": "is damaged", whole[:-9]: "is damaged", whole[:-9] + b"x" * 9: "is damaged"}
+    for content, sentence in contents.items():
+        (path := tmp_path / "sent").write_bytes(content)
+        *_, end = compare.load_state(MEMORY, None, None, str(path), True, "", True)
+        assert f"the file {sentence}" in shown(end)["chat_note"] and not path.exists()
+        assert chats.look_up(key) == before
+    chats.end_chat(key)
+    assert "has nothing that a state could keep" in compare.save_state(MEMORY, None, None)[1]

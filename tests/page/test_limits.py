@@ -101,6 +101,17 @@ def test_every_way_to_a_run_refuses_a_budget_beyond_the_spaces_in_one_sentence(o
             ask("demo", most + 8, "Quick", options)
 
 
+def test_a_space_accepts_whatever_its_slider_offers_also_for_a_model_that_reads_long_texts(on_space):
+    ann = find_visitor(secret=ANN)
+    demo = planning.examine_model(ann, "demo")
+    chosen = replace(demo, inspection=replace(demo.inspection, max_positions=32_768))
+    least, most = limits.budget_reach(32_768)
+    for budget in (least, 512, most):
+        assert chosen.plan("demo", budget, "Quick", {}).resolved_length(32_768) <= MAX_OF_PLAN["length"]
+    with pytest.raises(RequestError, match="length 8192 is more than this Space serves"):
+        chosen.plan("demo", 512, "Quick", {"length": 8192})
+
+
 def test_a_slider_reaches_what_a_plan_already_asks_for(on_space, monkeypatch):
     assert limits.budget_reach(512, 256) == (32, 512) and limits.budget_reach(512, 1024) == (32, 512)
     assert limits.budget_reach(512, 8192) == (32, 8192) and limits.budget_reach(None, 16) == (16, 2048)
