@@ -9,6 +9,7 @@ import pytest
 
 from linearizer.errors import RequestError
 from linearizer.page import actions, chat, limits, plan_handlers, planning, run_list, sending
+from linearizer.page.chats import Message
 from linearizer.page.limits import LIMITS, MAX_OF_PLAN, Limits
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.plan import Plan
@@ -233,7 +234,7 @@ def test_a_comparison_that_is_too_long_or_of_nothing_is_refused(on_space, prompt
     run = begun()
     run.checkpoint.mkdir()
     with pytest.raises(RequestError, match=sentence.format(len(prompt), tokens)):
-        next(chat.compare_models(find_visitor(secret=ANN), run.folder.name, prompt, tokens, 0, False))
+        next(chat.compare_models(find_visitor(secret=ANN), run.folder.name, Message(prompt), tokens, 0, False))
 
 
 def test_the_owner_of_a_space_sets_its_limits_by_variables():
