@@ -58,7 +58,7 @@ def judge_all(setup, given):
     if given.python:
         for name, texts in ask_presses(setup.run.plan.model, ids, [kept, 2 * kept], given).items():
             press, count = name.split() if " " in name else (name, given.length)
-            values = [torch.tensor([text[measure] for text in texts]) for measure in ("kl", "agreement")]
+            values = [torch.tensor([text[each] for text in texts]).double() for each in ("kl", "agreement")]
             rows.append((press, *values, f"{int(count):,}"))
     owners = Units(torch.arange(len(ids))[:, None].expand(-1, given.following - 1))
     lines = [["", "tokens kept", "KL", "95%", "agrees"]]
