@@ -273,6 +273,7 @@ class Models:
     """Teacher, student and a plain window of the student's bytes."""
 
     run: Run
+    run_key: tuple[Path, str]  # as it was when they were loaded: another run may have the same folder later
     subjects: tuple[Subject, ...]
     tokenizer: Any
     kept: OrderedDict[Key, list[Reader]] = field(default_factory=OrderedDict)
@@ -336,7 +337,7 @@ def lent_models(run: Run, visitor: Visitor) -> Iterator[Models]:
     if not MODELS_LOCK.acquire(timeout=WAIT_SECONDS):
         raise RequestError("other visitors are comparing: try again in a minute")
     try:
-        if not LOADED or LOADED[0].run.key != run.key:
+        if not LOADED or LOADED[0].run_key != run.key:
             LOADED.clear()
             LOADED.append(load(run, visitor))
         yield LOADED[0]
@@ -354,7 +355,7 @@ def load(run: Run, visitor: Visitor) -> Models:
         with assembled(run, visitor.token) as setup:
             if setup.teacher is None:
                 raise ModelNotAvailable(setup.alone or "the teacher is not available: nothing can be compared")
-    return Models(run, tuple(setup.subjects(run.positions)), setup.tokenizer)
+    return Models(run, run.key, tuple(setup.subjects(run.positions)), setup.tokenizer)
 
 
 def forget_states(key: Key) -> None:
