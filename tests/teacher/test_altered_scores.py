@@ -9,6 +9,7 @@ from linearizer.student.cache import CACHE
 from linearizer.teacher.observing import attending_as_teacher
 from tests.support.altered import student_of, teacher_of
 from tests.support.families import ALTERED
+from tests.support.layers import move_keys
 from tests.support.models import tokens
 
 LENGTH = 40
@@ -35,7 +36,7 @@ def test_a_budget_that_holds_the_text_gives_the_teachers_logits(family):
 def test_caps_and_sinks_count_in_few_bits_in_pieces_and_beside_padding(family, tmp_path):
     student, ids = student_of(family, FEW_BITS).double(), tokens(2, LENGTH)
     for layer in student.students():  # a shift of all keys changes capped scores, and the share of a sink
-        layer.turns.key_middle.data.normal_(generator=torch.Generator().manual_seed(0))
+        move_keys(layer)
     whole, cache = student(ids).logits, student.empty_cache()
     pieces = [student(part, **{CACHE: cache}).logits for part in ids.split((9, 1, 17, 13), 1)]
     torch.testing.assert_close(torch.cat(pieces, 1), whole, **CLOSE)

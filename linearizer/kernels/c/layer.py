@@ -211,7 +211,7 @@ def call_kernel(
     sizes[STRIDES] = [*of_q[:4], *of_k[:2], 0, of_k[2], *of_v[:2], 0, of_v[2], *of_out[:4]]
     sizes[0], sizes[TOKENS] = 0, tokens
     extra = count, None if real is None else real.contiguous()
-    learned_sinks = None if learned_sinks is None else learned_sinks.detach().to(work).contiguous()
+    learned_sinks = as_read(learned_sinks, work)
     threads = torch.get_num_threads()
     openmp = begin_in_openmp() if os.getpid() == PROCESS else 0  # whose threads do not outlive a fork
     helper_count = 0 if openmp or tokens == 1 else min(threads, len(k) * k.shape[1] * -(-tokens // TOKENS_AT_ONCE)) - 1
@@ -271,6 +271,11 @@ def unshared_state(state: HeadState | None, layout: dict[str, Tensor], count: Te
     named = {name: (getattr(state, name).detach(), zeros.dtype) for name, zeros in layout.items()}
     copies = {name: x.to(kind, copy=True, memory_format=dense) for name, (x, kind) in named.items()}
     return replace(state, count=count, **copies)
+
+
+def as_read(learned_sinks: Tensor | None, work: torch.dtype) -> Tensor | None:
+    """Return the logits of learned sinks as the kernel reads them, which must be kept while it does."""
+    return None if learned_sinks is None else learned_sinks.detach().to(work).contiguous()
 
 
 def steps_and_middles(turns: Any, dtype: torch.dtype) -> list[Tensor]:

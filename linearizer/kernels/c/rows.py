@@ -22,6 +22,7 @@ from linearizer.kernels.c.layer import (
     STRIDES,
     KindOfTexts,
     ServedHeads,
+    as_read,
     begin_in_openmp,
     kinds_of,
     steps_and_middles,
@@ -98,10 +99,8 @@ class RowReader:
         inputs = [*(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)), out.to(self.work)]
         (q0, q1, q2, _), (k0, k1, _), (v0, v1, _), (o0, o1, o2, _) = (x.stride() for x in inputs)
         self.sizes[STRIDES] = [0, q1, q2, q0, 0, k1, 0, k0, 0, v1, 0, v0, 0, o1, o2, o0]
-        if learned_sinks is not None:
-            learned_sinks = learned_sinks.detach().to(self.work).contiguous()
-        pointers = [x.data_ptr() for x in inputs]
-        sinks_at = None if learned_sinks is None else learned_sinks.data_ptr()
+        learned_sinks = as_read(learned_sinks, self.work)
+        *pointers, sinks_at = [None if x is None else x.data_ptr() for x in (*inputs, learned_sinks)]
         self.addresses[CALL_TENSORS] = [
             *pointers, None, None, None if self.call is None else ctypes.addressof(self.call), sinks_at
         ]  # fmt: skip
