@@ -49,7 +49,6 @@ DRAFT = ("drafted", "drafts", "drop_pictures")  # pictures that are not sent yet
 OUTPUTS = ("as_chat", "prompt", "answer", "chat_note", *DRAFT, *HEADS.values(), *COLUMNS)
 NAME = "page"  # of the chat that all pages of a visitor show of a run
 LOADING = "Loading the models."
-TAKE = "text => [text, '']"  # the field is empty at once, for the next message
 MAX_PICTURES = 8  # of a chat
 
 
@@ -67,7 +66,6 @@ def place(ui: SimpleNamespace) -> None:
     ui.prompt = gr.Textbox(
         label="Message", placeholder="Enter sends it, Shift+Enter breaks the line", max_lines=8, elem_id="prompt"
     )
-    ui.message = gr.Textbox(visible="hidden", label="what is sent")
     ui.drafted, ui.drafts = gr.State(()), gr.HTML(elem_id="drafts")
     with gr.Row(elem_id="prompts", elem_classes="lz-chips"):
         titles = (*chat.SAMPLE_PROMPTS, *chat.MEMORY_PROMPTS)
@@ -116,8 +114,8 @@ def wire(ui: SimpleNamespace) -> None:
     many: dict[str, Any] = {**QUICK, "trigger_mode": "multiple"}
     turn: dict[str, Any] = {**many, "queue": True, "concurrency_limit": 1, "concurrency_id": "chat"}
     triggers = [ui.compare.click, ui.prompt.submit]
-    taken = gr.on(triggers, None, ui.prompt, [ui.message, ui.prompt], js=TAKE, **many)
-    sent = taken.then(send, [ui.memory, ui.message, ui.answer, ui.drafted, *how], outputs, **many)
+    message = [ui.memory, ui.prompt, ui.answer, ui.drafted]
+    sent = gr.on(triggers, send, [*message, *how], outputs, js="putTakenMessage", **many)
     retried = gr.on([getattr(ui, name).retry for name in COLUMNS], retry, ui.memory, outputs, **many)
     for event in (sent, retried):
         event.then(answer, [ui.memory, *how, *manner], outputs, **turn)

@@ -13,6 +13,7 @@ from tests.support.page_server import FITS, LONG, looking, shown, wait_until_tru
 from tests.support.page_steps import number_at, start, unfold
 
 STEPS = 20_000  # of a training that is stopped
+ANSWERED = "document.querySelectorAll('#student .bot.message').length == 3"
 
 
 def test_the_whole_journey_with_a_reload_in_the_middle_ends_in_a_published_model(local, browser, hub):
@@ -35,10 +36,11 @@ def test_the_whole_journey_with_a_reload_in_the_middle_ends_in_a_published_model
         message.press("Shift+Enter")
         message.press_sequentially("a time")
         message.press("Enter")
-        message.fill("The old man")  # it waits for its turn, and both stay
-        message.press("Enter")
+        for text in ("The old man", "She said"):  # they wait for their turns, and all stay
+            message.fill(text)
+            message.press("Enter")
         run = Run(runs / name)
-        wait_until_true(page, "document.querySelectorAll('#student .bot.message').length == 2", timeout=LONG)
+        wait_until_true(page, ANSWERED, timeout=LONG)
         shown(page, "#chat-note", "write the same", LONG)  # within the budget a student is its teacher
         read, bytes = re.search(r"memory at (\d+) tokens\s+(\S+ .?B)", page.inner_text("#teacher-head")).groups()
         assert bytes == size(int(read) * run.inspection.cache_bytes_per_token)  # in the units of every other card
@@ -47,8 +49,9 @@ def test_the_whole_journey_with_a_reload_in_the_middle_ends_in_a_published_model
         assert page.inner_text("#student") == page.inner_text("#teacher")
         page.reload()
         page.click("#step-6-button")
-        wait_until_true(page, "document.querySelectorAll('#student .bot.message').length == 2")
-        assert "Once upon\na time" in page.inner_text("#student")
+        wait_until_true(page, ANSWERED)
+        texts = [turn.inner_text() for turn in page.locator("#student .user.message").all()]
+        assert texts == ["Once upon\na time", "The old man", "She said"]
         page.get_by_role("button", name="A word hidden").click()
         shown(page, "#chat-note", "tokens back")
         assert page.locator("#prompt textarea").input_value().endswith(" is")
