@@ -45,7 +45,9 @@ from linearizer.teacher.quantised import (
     is_packed,
     keep_as_stored,
     method_of,
+    name_unpacked,
     quantisation_of,
+    state_quantisation,
 )
 from linearizer.teacher.ram import return_freed_memory
 from linearizer.teacher.streaming import leave_states_in_place, place_weights, streamed_weights
@@ -109,6 +111,7 @@ def load_config(source: Source, token: str | None = None, text_only: bool = Fals
     with quiet():
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            state_quantisation(config)
             return choose_config(config, source.weights.names, text_only)
         except Exception as error:  # each kind checks its config in its own way, with errors of many types
             raise UnsupportedModel(
@@ -237,20 +240,22 @@ def read_model(
     kind = class_of(type(config))
     attention = implementation_of_teacher(kind, config)
     options: dict[str, Any] = {**SAFELY, "dtype": dtype, "device_map": places, "attn_implementation": attention}
+    tower = None
     if whole_of(config):
-        options["key_mapping"] = names_in_files(build_blueprint(config), source.weights.names)
+        tower = names_in_files(blueprint := build_blueprint(config), source.weights.names)
+        name_unpacked(config, blueprint, tower, source.weights.names)
     if (method := method_of(config)) in READ_HERE:
         stated = quantisation_of(config)
         del config.quantization_config
         paths, blueprint = [folder / file for file in source.weights.files], build_blueprint(config)
         compute_dtype = computing_dtype(dtype, config)
-        weights = expand_weights(source.name, paths, str(method), stated, blueprint, compute_dtype)
+        weights = expand_weights(source.name, paths, str(method), stated, blueprint, compute_dtype, tower)
         return type(blueprint).from_pretrained(None, state_dict=weights, config=config, **options)
     if source.head is not None:
         return read_gguf(folder / source.weights.files[0], config, {**options, "dtype": computing_dtype(dtype, config)})
     if method is not None and not is_packed(config):
         config.quantization_config = {**quantisation_of(config), "dequantize": True}
-    return kind.from_pretrained(folder, config=config, **options)
+    return kind.from_pretrained(folder, config=config, key_mapping=tower, **options)
 
 
 def check_complete(name: str, report: dict) -> None:

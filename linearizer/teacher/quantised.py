@@ -8,8 +8,10 @@ first format stores them minus 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from math import gcd
 from pathlib import Path
@@ -20,7 +22,7 @@ from safetensors import safe_open
 
 from linearizer.errors import UnsupportedModel
 from linearizer.hub.weight_files import GGUF, damaged_weights
-from linearizer.teacher.layers import is_transposed
+from linearizer.teacher.layers import is_transposed, matrices
 from linearizer.teacher.support import Refused
 
 if TYPE_CHECKING:
@@ -29,9 +31,10 @@ if TYPE_CHECKING:
 BEFORE = "name the model that it was quantised from"
 # The weights of PACKED are not changed; those of other methods are expanded to a floating type while they load.
 PACKED = "bitsandbytes"
+OF_PACKED = re.compile(r"\.(weight\.absmax|SCB)$")  # ends the names of tensors beside a packed matrix
 READ_HERE = ("gptq", "awq")  # not by transformers
 PACKAGES = {PACKED: "bitsandbytes", "compressed-tensors": "compressed_tensors", GGUF: "gguf"}  # that load them
-METHODS = (*PACKAGES, *READ_HERE, "fp8")
+METHODS = (*PACKAGES, *READ_HERE, "fp8", "mxfp4")
 Tensor = torch.Tensor
 WORD = 32  # bits
 WORDS, ZEROS, SCALES, GROUPS = "qweight", "qzeros", "scales", "g_idx"
@@ -49,6 +52,33 @@ def quantisation_of(config: PreTrainedConfig) -> dict[str, Any]:
     content = dict(stated) if isinstance(stated, dict) else stated.to_dict()
     bitsandbytes = content.get("load_in_4bit") or content.get("load_in_8bit")
     return {**content, "quant_method": content.get("quant_method") or (PACKED if bitsandbytes else "unknown")}
+
+
+def state_quantisation(config: PreTrainedConfig) -> None:
+    """Let a whole model's config state the quantisation that only the config of its text tower states."""
+    text = config.get_text_config(decoder=True)
+    if text is not config and (stated := text.__dict__.pop("quantization_config", None)) is not None:
+        config.quantization_config = getattr(config, "quantization_config", None) or stated
+
+
+def name_unpacked(
+    config: PreTrainedConfig, model: PreTrainedModel, names: Mapping[str, str], stored: Collection[str]
+) -> None:
+    """Let a text tower's config list the matrices that are not packed, which its whole model calls otherwise.
+
+    `names` maps patterns of the names in its files to those in `model`.
+    """
+    if is_packed(config):
+        inner = [name_in_tower(key, names) or "" for key in stored]
+        packed = {OF_PACKED.sub("", key) for key in inner if OF_PACKED.search(key)}
+        unpacked = [place for place, module in model.named_modules() if matrices(module)[:1] == [module]]
+        unpacked = [place for place in unpacked if place not in packed]
+        config.quantization_config = {**quantisation_of(config), "llm_int8_skip_modules": unpacked}
+
+
+def name_in_tower(name: str, names: Mapping[str, str]) -> str | None:
+    """Return a text tower's name of what a whole model's files call `name`; None if it is not in the tower."""
+    return next((re.sub(pattern, new, name) for pattern, new in names.items() if re.match(pattern, name)), None)
 
 
 def method_of(config: PreTrainedConfig) -> str | None:
@@ -132,28 +162,39 @@ def layout_of(method: str, stated: Mapping[str, Any]) -> str:
 
 
 def expand_weights(
-    name: str, paths: Sequence[Path], method: str, stated: Mapping[str, Any], model: PreTrainedModel, dtype: torch.dtype
+    name: str,
+    paths: Sequence[Path],
+    method: str,
+    stated: Mapping[str, Any],
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    tower: Mapping[str, str] | None = None,
 ) -> dict[str, Tensor]:
-    """Read the weights of a quantised model as those of an ordinary model, in a type; `model` needs no weights."""
+    """Read the weights of a quantised model as those of an ordinary model, in a type; `model` needs no weights.
+
+    `tower` maps patterns of names in the files to names in a text tower: other tensors are not read.
+    """
     modules = dict(model.named_modules())
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(path, "pt")) for path in paths]
-        stored = {key: file for file in files for key in file.keys()}  # noqa: SIM118
-        packed = sorted(key.removesuffix(f".{WORDS}") for key in stored if key.endswith(f".{WORDS}"))
+        read = {key: partial(file.get_tensor, key) for file in files for key in file.keys()}  # noqa: SIM118
+        if tower:
+            read = {new: x for key, x in read.items() if (new := name_in_tower(key, tower)) is not None}
+        packed = sorted(key.removesuffix(f".{WORDS}") for key in read if key.endswith(f".{WORDS}"))
         parts = {f"{module}.{part}" for module in packed for part in (WORDS, ZEROS, SCALES, GROUPS)}
-        if scaled := sorted(key for key in stored.keys() - parts if key.endswith(f".{SCALES}")):
+        if scaled := sorted(key for key in read.keys() - parts if key.endswith(f".{SCALES}")):
             raise UnsupportedModel(  # AWQ does so where it cannot scale the matrix before them
                 f"{name!r} cannot be linearized, because its quantisation scales activations ({scaled[0]}), which is "
                 "not served: name the model that it was quantised from"
             )
         weights = {
-            key: x.to(dtype) if (x := file.get_tensor(key)).is_floating_point() else x
-            for key, file in stored.items()
+            key: x.to(dtype) if (x := read_tensor()).is_floating_point() else x
+            for key, read_tensor in read.items()
             if key not in parts
         }
         for place in packed:
             names = {part: f"{place}.{part}" for part in (WORDS, ZEROS, SCALES, GROUPS)}
-            tensors = {part: stored[key].get_tensor(key) for part, key in names.items() if key in stored}
+            tensors = {part: read[key]() for part, key in names.items() if key in read}
             try:
                 less_one = layout_of(method, stated) == LAYOUTS["gptq"][0]
                 matrix = expand_gptq(tensors, less_one) if method == "gptq" else expand_awq(tensors)

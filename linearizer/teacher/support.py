@@ -1,7 +1,7 @@
 """Decides which models can be linearized, and says why the others cannot.
 
-A model's own code runs on a few tokens, without weights, which shows how every layer attends. Of a model that also
-reads pictures, only the text tower is loaded: it has the whole model's logits on text.
+A model's own code runs on a few tokens, without weights, which shows how every layer attends. Of a model whose pictures
+are not served (whole_models.py) the text tower is loaded: it has the whole model's logits on text.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ ENCODER = "it is an encoder, which reads in both directions"
 BOTH_WAYS = "its text tower reads a prompt in both directions, and a state of fixed size reads a text once"
 ENCODERS = "the page and `linearizer run` without --job also linearize encoders, in runs of their own"
 ANOTHER = "name a decoder-only language model with plain softmax attention, such as llama, qwen3 or qwen3_5"
+PACKED_WEIGHT = re.compile(r"(qweight|weight_packed)$")  # in the names of quantised weights
 NO_TEXT = "its text tower ({}) is of a kind that transformers cannot load alone"
 # Towers without a class of their own. Text has equal positions in all directions, so another kind computes the same.
 ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -120,8 +121,6 @@ def check_config(config: PreTrainedConfig, pictures: bool = False, blind_because
 def refuse_multimodal(config: PreTrainedConfig, parts: list[str], blind_because: str | None) -> Refused:
     """Explain why neither a multimodal model nor its text tower is served."""
     sibling, tower = "name its text-only sibling", config.get_text_config(decoder=True)
-    if getattr(config, "quantization_config", None) is not None:
-        return Refused(f"it is multimodal ({', '.join(parts)}) and quantised", "name the model that it was made from")
     if tower is config:
         return Refused(f"it is multimodal ({', '.join(parts)}), and has no text tower of its own", sibling)
     pictures = f", its pictures are not served ({blind_because})" if blind_because else ""
@@ -313,7 +312,7 @@ def text_tower(config: PreTrainedConfig, stored: Collection[str] = ()) -> PreTra
 
     tower = config.get_text_config(decoder=True)
     has_class = type(tower) in MODEL_FOR_CAUSAL_LM_MAPPING or tower.model_type in ALIKE
-    if tower is config or not has_class or config.is_encoder_decoder or getattr(config, "quantization_config", None):
+    if tower is config or not has_class or config.is_encoder_decoder:
         return config
     tower = deepcopy(tower)
     if tower.model_type in ALIKE:
@@ -327,6 +326,8 @@ def text_tower(config: PreTrainedConfig, stored: Collection[str] = ()) -> PreTra
     tower.dtype = tower.dtype or config.dtype
     tower.tower_of = (config.architectures or [config.model_type])[0]
     tower.architectures = None
+    if (stated := getattr(config, "quantization_config", None)) is not None:
+        tower.quantization_config = deepcopy(stated)
     return tower
 
 
@@ -337,6 +338,7 @@ def whole_of(config: PreTrainedConfig) -> str | None:
 
 def find_place(inner: list[str], stored: Collection[str]) -> str | None:
     """Find what stands before the names of a decoder's weights in the files of a model."""
+    stored = {PACKED_WEIGHT.sub("weight", name) for name in stored}
     places = {name.removesuffix(inner[0]) for name in stored if name.endswith(inner[0])}
     plain = [name for name in inner if ".experts." not in name]  # files may hold experts one by one
     return next((place for place in sorted(places) if all(place + name in stored for name in plain)), None)
@@ -357,11 +359,12 @@ def names_in_files(tower: PreTrainedModel, stored: Collection[str]) -> dict[str,
     names = [name for name, _ in tower.named_parameters()]
     prefix = f"{names[0].partition('.')[0]}."  # of the decoder, which begins with embeddings
     place = find_place([name.removeprefix(prefix) for name in names if name.startswith(prefix)], stored)
-    outer = {name: [key for key in stored if key.endswith(name)] for name in names if not name.startswith(prefix)}
+    plain = {PACKED_WEIGHT.sub("weight", key) for key in stored}
+    outer = {name: [key for key in plain if key.endswith(name)] for name in names if not name.startswith(prefix)}
     if place is None or not all(outer.values()):
         raise refuse_names(len(names), len(stored))
-    renamed = {min(keys, key=len): name for name, keys in outer.items()}
-    return {f"^{re.escape(place)}": prefix, **{f"^{re.escape(key)}$": name for key, name in renamed.items()}}
+    renamed = {min(keys, key=len).removesuffix("weight"): name.removesuffix("weight") for name, keys in outer.items()}
+    return {f"^{re.escape(place)}": prefix, **{f"^{re.escape(key)}": name for key, name in renamed.items()}}
 
 
 def refuse_names(count: int, stored: int) -> Refused:

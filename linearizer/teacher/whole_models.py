@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 AS_ASKED = "text alone was asked for"
 BOTH_WAYS = "its tokens of a picture see each other in both directions, and a state of fixed size reads a text once"
-QUANTISED = "it is quantised, which is served in models of text alone"
 MAX_KEPT = 64  # configs
 TYPES = "token_type_ids"  # ends the names of arguments that mark the tokens of pictures
 
@@ -64,8 +63,6 @@ def why_not_whole(config: PreTrainedConfig) -> str | None:
     """Say why a model's pictures are not served; None if they are, or if it reads none."""
     if not is_whole(config) or config.is_encoder_decoder:
         return None
-    if getattr(config, "quantization_config", None) is not None:
-        return QUANTISED
     key = f"{type(config).__name__} {config.to_json_string(use_diff=False)}"
     if key not in _kept:
         try:

@@ -44,6 +44,7 @@ HALF_ROTARY = dict(rope_type="default", rope_theta=1e4, mrope_section=[8, 12, 12
 CHOSEN, UNSEEN = "choose or compress the tokens they attend to", "does not hand its attention"
 RECURRENT, ALIBI = "all of its layers are recurrent", "ALiBi"
 
+FP8 = dict(quant_method="fp8", weight_block_size=[128, 128])
 DOTS = dict(n_routed_experts=128, num_experts_per_tok=6, first_k_dense_replace=1, n_shared_experts=2, head_dim=128)
 GREEDY = dict(q_lora_rank=None, topk_method="greedy", num_experts_per_tok=6, n_routed_experts=64)
 
@@ -105,7 +106,11 @@ PUBLISHED: dict[str, Published] = {
         ),
         "google/paligemma-3b-pt-224": ("paligemma", "reads a prompt in both directions", {}),
         "google/recurrentgemma-2b": ("recurrent_gemma", "keep their states in the model", {}),
-        "openai/gpt-oss-20b": ("gpt_oss", 12, dict(num_hidden_layers=24, num_local_experts=32)),
+        "openai/gpt-oss-20b": (
+            "gpt_oss",
+            12,
+            dict(num_hidden_layers=24, num_local_experts=32, quantization_config=dict(quant_method="mxfp4")),
+        ),
         "microsoft/phi-2": ("phi", 32, shape(2560, 32, 32, 32, 10240)),
         "microsoft/Phi-3-mini-4k-instruct": ("phi3", 32, shape(3072, 32, 32, 32, 8192, sliding_window=None)),
         "microsoft/phi-4": ("phi3", 40, shape(5120, 40, 40, 10, 17920)),
@@ -117,7 +122,7 @@ PUBLISHED: dict[str, Published] = {
             27,
             shape(2048, 27, 16, 16, 10944, **GREEDY),
         ),
-        "deepseek-ai/DeepSeek-V3": ("deepseek_v3", 61, {}),
+        "deepseek-ai/DeepSeek-V3": ("deepseek_v3", 61, dict(quantization_config=FP8)),
         "deepseek-ai/DeepSeek-V3.2": ("deepseek_v32", CHOSEN, {}),
         "deepseek-ai/DeepSeek-V4": ("deepseek_v4", CHOSEN, {}),
         "moonshotai/Kimi-K2.5": ("kimi_k25", 61, text(model_type="deepseek_v3")),
@@ -127,7 +132,7 @@ PUBLISHED: dict[str, Published] = {
         "zai-org/GLM-4.1V-9B-Thinking": ("glm4v", 40, text(rope_parameters=HALF_ROTARY)),
         "zai-org/GLM-5": ("glm_moe_dsa", CHOSEN, {}),
         "MiniMaxAI/MiniMax-Text-01": ("minimax", "a cache of their own", {}),
-        "MiniMaxAI/MiniMax-M2": ("minimax_m2", 62, {}),
+        "MiniMaxAI/MiniMax-M2": ("minimax_m2", 62, dict(quantization_config=FP8)),
         "nvidia/Nemotron-H-8B-Base-8K": ("nemotron_h", 4, dict(layers_block_type=[BLOCKS[x] for x in NEMOTRON])),
         "ibm-granite/granite-3.3-2b-base": ("granite", 40, shape(2048, 40, 32, 8, 8192)),
         "ibm-granite/granite-4.0-h-tiny": (

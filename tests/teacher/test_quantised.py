@@ -1,13 +1,11 @@
 """Quantised teachers: packed weights stay as they are, others are expanded while they load."""
 
-import importlib.util
 import json
 import shutil
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from linearizer import pipeline
@@ -26,28 +24,14 @@ from linearizer.teacher.inspect_model import inspect_model
 from linearizer.teacher.layers import matrix
 from linearizer.teacher.load import load_config, load_teacher
 from linearizer.teacher.quantised import keep_as_stored
+from tests.support.altered import teacher_of as altered_teacher_of
 from tests.support.cards import describe_teacher
 from tests.support.damage import change_json
 from tests.support.models import MIXED, allocation_of, layers_of, teacher_of, tokens
+from tests.support.quantised import AWQ, FP8, GPTQ, INT8, MXFP4, needs, save_quantised
+from tests.support.whole_models import inputs_of, pictured_model
 
-INT8 = dict(num_bits=8, type="int", strategy="channel", symmetric=True)
-GROUPS = {"group_0": {"targets": ["Linear"], "weights": INT8}}
-STATED = {
-    "fp8": dict(quant_method="fp8", weight_block_size=[32, 32], activation_scheme="dynamic"),
-    "compressed-tensors": dict(
-        quant_method="compressed-tensors",
-        format="int-quantized",
-        quantization_status="compressed",
-        config_groups=GROUPS,
-        ignore=["lm_head"],
-    ),
-}
-
-
-def needs(package):
-    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
-
-
+STATED = {each["quant_method"]: each for each in (FP8, MXFP4, INT8, GPTQ, AWQ)}
 BITS = [pytest.param(bits, marks=needs("bitsandbytes")) for bits in (4, 8)]
 
 
@@ -71,41 +55,16 @@ def packed(bits, folder, **sizes):
     return model.eval()
 
 
-def fp8(weight):
-    """Give a weight in blocks of 32 x 32 float8 numbers, with their scales, and what they stand for."""
-    blocks = weight.unfold(0, 32, 32).unfold(1, 32, 32)
-    scales = blocks.abs().amax((-1, -2)) / 448
-    spread = scales.repeat_interleave(32, 0).repeat_interleave(32, 1)
-    small = (weight / spread).to(torch.float8_e4m3fn)
-    return {"weight": small, "weight_scale_inv": scales}, small.float() * spread
-
-
-def int8(weight):
-    """Give a weight as 8-bit integers with a scale for every row, and what they stand for."""
-    scales = weight.abs().amax(1, keepdim=True) / 127
-    small = (weight / scales).round().to(torch.int8)
-    return {"weight": small, "weight_scale": scales}, small * scales
-
-
 def quantised(method, folder):
     """Save a teacher whose matrices are quantised by hand; give the model that they stand for."""
-    model = teacher_of("llama")
-    model.save_pretrained(folder)
-    path, tensors = folder / "model.safetensors", {}
-    state = load_file(path)
-    for name, x in state.items():
-        if "_proj" in name:
-            parts, state[name] = (fp8 if method == "fp8" else int8)(x)
-            tensors |= {name.replace("weight", part): value for part, value in parts.items()}
-        else:
-            tensors[name] = x
-    save_file(tensors, path, {"format": "pt"})
-    change_json(folder / "config.json", quantization_config=STATED[method])
-    model.load_state_dict(state)
-    return model
+    return save_quantised(
+        altered_teacher_of("gpt_oss") if method == "mxfp4" else teacher_of("llama"), folder, STATED[method]
+    )
 
 
-@pytest.mark.parametrize("method", ["fp8", pytest.param("compressed-tensors", marks=needs("compressed_tensors"))])
+@pytest.mark.parametrize(
+    "method", ["fp8", "mxfp4", pytest.param("compressed-tensors", marks=needs("compressed_tensors"))]
+)
 @torch.no_grad()
 def test_weights_are_expanded_to_what_they_stand_for(method, tmp_path):
     expected = quantised(method, tmp_path)
@@ -123,6 +82,41 @@ def test_weights_are_expanded_to_what_they_stand_for(method, tmp_path):
     assert torch.equal(reloaded(tokens(1, 20)).logits, teacher(tokens(1, 20)).logits)
     assert f"{method}; its weights are held expanded while they load" in describe_inspection(inspection)
     assert f"({method}) and were expanded: everything here about the teacher" in describe_teacher(inspection)
+
+
+@pytest.mark.parametrize("family, method", [("llava", "fp8"), ("qwen3_5", "gptq")])
+@torch.no_grad()
+def test_quantised_models_that_read_pictures_are_served_whole_and_by_their_towers(family, method, tmp_path):
+    """Also where only the config of the tower states it."""
+    expected, inputs = save_quantised(pictured_model(family), tmp_path, STATED[method]), inputs_of(family)
+    stated = json.loads((tmp_path / "config.json").read_text())
+    stated["text_config"]["quantization_config"] = stated.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    source = find_model(str(tmp_path))
+    for text_only in (False, True):
+        inspection = inspect_model(source, load_config(source, text_only=text_only))
+        assert inspection.supported and inspection.quantised and inspection.reads_pictures != text_only
+        teacher = load_teacher(source, torch.float32, text_only=text_only)
+        given = {"input_ids": tokens(1, 20)} if text_only else inputs
+        assert torch.equal(teacher(**given).logits, expected(**given).logits)
+        assert inspection.parameters == sum(x.numel() for x in teacher.parameters())
+        assert "quantization_config" not in teacher.config.to_json_string()
+
+
+@needs("bitsandbytes")
+def test_the_tower_of_packed_weights_packs_no_others(tmp_path):
+    whole = pictured_model("llava")
+    whole.save_pretrained(tmp_path / "full")
+    kept = ["vision_tower", "multi_modal_projector", "lm_head", "model.language_model.layers.1.self_attn"]
+    stated = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32, llm_int8_skip_modules=kept)
+    packed_whole = type(whole).from_pretrained(tmp_path / "full", quantization_config=stated, dtype=torch.float32)
+    packed_whole.save_pretrained(tmp_path / "teacher")
+    keep_as_stored(packed_whole)
+    source, given = find_model(str(tmp_path / "teacher")), {"input_ids": tokens(1, 20)}
+    assert inspect_model(source, load_config(source)).reads_pictures
+    with torch.no_grad():
+        tower = load_teacher(source, torch.float32, text_only=True)
+        assert torch.equal(tower(**given).logits, packed_whole(**given).logits)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -168,7 +162,7 @@ def test_a_student_of_packed_weights_loads_from_its_teachers_files(bits, tmp_pat
     assert torch.equal(loaded(tokens(1, 20)).logits, student(tokens(1, 20)).logits)
 
 
-QUICK = dict(texts=2, length=32, sinks=2, dtype="float32", budget=16)
+QUICK = dict(texts=2, length=32, sinks=2, dtype="float32", budget=20)
 
 
 @needs("bitsandbytes")
@@ -205,6 +199,6 @@ def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("size", [[0, 0], [128], [128, -1], [1.5, 2], "128", 128])
 def test_blocks_that_hold_no_weights_are_refused_before_they_are_read(size, tmp_path):
     quantised("fp8", tmp_path)
-    change_json(tmp_path / "config.json", quantization_config={**STATED["fp8"], "weight_block_size": size})
+    change_json(tmp_path / "config.json", quantization_config={**FP8, "weight_block_size": size})
     refused = pipeline.inspect(str(tmp_path))
     assert not refused.supported and refused.reason.startswith("its config gives its fp8 weights blocks of")
