@@ -1,9 +1,11 @@
-"""Models that cap their scores, or have learned sinks, have students that do the same."""
+"""Models that cap their scores, or have learned sinks, have students that do the same.
+
+What holds for all families is tested with hybrids.
+"""
 
 import pytest
 import torch
 
-from linearizer.method.checkpoint import load
 from linearizer.plan.head_bytes import Head
 from linearizer.student.cache import CACHE
 from linearizer.teacher.observing import attending_as_teacher
@@ -33,7 +35,7 @@ def test_a_budget_that_holds_the_text_gives_the_teachers_logits(family):
 
 @torch.no_grad()
 @every_family
-def test_caps_and_sinks_count_in_few_bits_in_pieces_and_beside_padding(family, tmp_path):
+def test_caps_and_sinks_count_in_few_bits_in_pieces_and_beside_padding(family):
     student, ids = student_of(family, FEW_BITS).double(), tokens(2, LENGTH)
     for layer in student.students():  # a shift of all keys changes capped scores, and the share of a sink
         move_keys(layer)
@@ -46,9 +48,6 @@ def test_caps_and_sinks_count_in_few_bits_in_pieces_and_beside_padding(family, t
     torch.testing.assert_close(padded, alone, **CLOSE)
     off = (student_of(family, WHOLE).double()(ids).logits - whole).abs().mean()
     assert 1e-4 < off < 0.5 * whole.abs().mean()  # near the model that keeps all
-    expected = student.float()(ids).logits
-    student.save_pretrained(tmp_path)
-    torch.testing.assert_close(load(tmp_path, dtype=torch.float32)(ids).logits, expected, **CLOSE)
 
 
 @torch.no_grad()
