@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -13,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import gradio as gr
 
 from linearizer.amounts import size
-from linearizer.errors import RequestError
 from linearizer.page import chats
 from linearizer.page.chats import Chat, Message
 from linearizer.report.markup import message_box, values_list
+from linearizer.teacher.picture_files import read_picture
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -28,10 +27,7 @@ COLUMNS = {"teacher": "Teacher", "student": "Student", "window": "Plain window"}
 HEADS = {name: f"{name}_head" for name in COLUMNS}
 MIN_TIMED_TOKENS = 16  # written: with fewer, the pace is chance and is not shown
 SHOWN_BEGIN, SHOWN_END = 80, 160  # characters of a long prompt
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of pictures
-MAX_PIXELS, MAX_SIDE, SHOWN_SIDE = 50_000_000, 1536, 240  # of a picture as sent, as kept, as shown
-TOO_LARGE = f"the picture has more than {MAX_PIXELS // 10**6} million points: send a smaller one"
-NO_PICTURE = "the file is no picture that can be read: send a whole PNG, JPEG, WebP, GIF, BMP or TIFF file"
+SHOWN_SIDE = 240  # of a picture
 
 
 def columns_of(talk: Chat, waiting: Sequence[Message]) -> dict[str, Any]:
@@ -155,19 +151,8 @@ def same_tokens(teacher: Side, side: Side) -> int:
 
 def take_picture(path: str | None) -> bytes:
     """Return a picture that a visitor has sent, of bounded size and without what cameras add; delete its file."""
-    from PIL import Image, ImageOps
-
     try:
-        with Image.open(path or os.devnull, formats=FORMATS) as sent:
-            if sent.width * sent.height > MAX_PIXELS:
-                raise Image.DecompressionBombError
-            picture = ImageOps.exif_transpose(sent).convert("RGB")
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise RequestError(TOO_LARGE) from error
-    except Exception as error:  # formats raise errors of many types
-        raise RequestError(NO_PICTURE) from error
+        return write_picture(read_picture(path))
     finally:
         if path:
             Path(path).unlink(missing_ok=True)
-    picture.thumbnail((MAX_SIDE, MAX_SIDE))
-    return write_picture(picture)

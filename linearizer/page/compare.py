@@ -33,6 +33,7 @@ from linearizer.page.chat_cards import (
 )  # fmt: skip
 from linearizer.page.chats import Chat, Key, Message, Settings
 from linearizer.report.markup import message_box
+from linearizer.teacher.picture_files import MAX_PICTURES
 
 if TYPE_CHECKING:
     from linearizer.run.results import Comparison
@@ -49,7 +50,6 @@ DRAFT = ("drafted", "drafts", "drop_pictures")  # pictures that are not sent yet
 OUTPUTS = ("as_chat", "prompt", "answer", "chat_note", *DRAFT, *HEADS.values(), *COLUMNS)
 NAME = "page"  # of the chat that all pages of a visitor show of a run
 LOADING = "Loading the models."
-MAX_PICTURES = 8  # of a chat
 
 
 def place(ui: SimpleNamespace) -> None:

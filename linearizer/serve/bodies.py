@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from random import Random
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
@@ -29,13 +29,18 @@ from starlette.requests import ClientDisconnect
 from transformers import PreTrainedTokenizerBase
 
 from linearizer.errors import RequestError, TextError
+from linearizer.serve.messages import Message, PicturePart
 from linearizer.serve.row import Drawing
 from linearizer.teacher.chat_template import next_turn_tokens, tokens_of, turn_texts, turn_tokens, write_chat
+from linearizer.teacher.picture_files import MAX_PICTURES
+from linearizer.teacher.picture_prompts import Prompt, prompt_of
 from linearizer.teacher.text import decode_document
 
 # A body is bounded: one text of the greatest length fits in any script, and several in most.
 BYTES_OF_TOKEN = 32  # of a body for each position: a token as a number, or as text in escapes
 OTHER_BYTES = 2**20  # of a body, in addition to one text of the greatest length
+OF_A_CHOICE = ("value_error", "union_tag_invalid")  # errors of pydantic that say more than those of other types tried
+PICTURE_BYTES = 2**25  # of a body, in addition, where the model reads pictures
 DRAINED_BYTES = 2**28  # read from a body that is too large: a client that is still sending hears no refusal
 BODY_SECONDS = 60  # in which a body must arrive
 MAX_PROMPTS, MAX_STOPS = 64, 16  # of one request
@@ -52,6 +57,9 @@ IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "prediction", "keep_alive", "request_id", "chat_id", "session_id",
 }  # fmt: skip
+
+
+Processor = Callable[[], Any]  # loads what prepares pictures, for models that read them
 
 
 class Refusal(Exception):
@@ -162,8 +170,8 @@ class Body(BaseModel, ABC):
         return Drawing(self.temperature, self.top_p, seeded, top_k, self.min_p, self.repetition_penalty)
 
     @abstractmethod
-    def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-        """Return the tokens of every prompt."""
+    def prompts(self, tokenizer: PreTrainedTokenizerBase, processor: Processor | None = None) -> list[Prompt]:
+        """Return the tokens of every prompt, and its pictures."""
 
 
 class CompletionBody(Body):
@@ -185,11 +193,11 @@ class CompletionBody(Body):
     def new_tokens(self) -> int | None:
         return self.max_tokens or DEFAULT_COMPLETION
 
-    def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    def prompts(self, tokenizer: PreTrainedTokenizerBase, processor: Processor | None = None) -> list[Prompt]:
         is_one = isinstance(self.prompt, str) or not self.prompt or isinstance(self.prompt[0], int)
         prompts: list[Any] = [self.prompt] if is_one else list(self.prompt)
         begins = self.state is None
-        return [tokens_of(tokenizer, x, begins) if isinstance(x, str) else x for x in prompts]
+        return [Prompt(tokens_of(tokenizer, x, begins) if isinstance(x, str) else x) for x in prompts]
 
 
 class TextBody(Body):
@@ -212,31 +220,8 @@ class TextBody(Body):
     def hands_over(self) -> bool:
         return True
 
-    def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-        return [turn_tokens(tokenizer, self.text, asks=False, raw=self.raw)]
-
-
-class TextPart(BaseModel):
-    type: Literal["text"]
-    text: str
-
-
-class Message(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] | None = None
-
-    @model_validator(mode="after")
-    def refuse_empty(self) -> Message:
-        if self.content is None and self.role != "assistant":  # an assistant may have called a tool instead
-            raise ValueError(f"a message of role {self.role!r} has no content: add a text")
-        return self
-
-    def plain(self) -> dict[str, str]:
-        """Return the message in the form for chat templates."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or [])
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+    def prompts(self, tokenizer: PreTrainedTokenizerBase, processor: Processor | None = None) -> list[Prompt]:
+        return [Prompt(turn_tokens(tokenizer, self.text, asks=False, raw=self.raw))]
 
 
 class ChatBody(Body):
@@ -260,8 +245,18 @@ class ChatBody(Body):
     def new_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
-    def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-        """Return the tokens of the conversation, written by the model's template."""
+    @model_validator(mode="after")
+    def refuse_many_pictures(self) -> ChatBody:
+        if (count := len(self.pictures)) > MAX_PICTURES:
+            raise ValueError(f"{count} pictures are more than the {MAX_PICTURES} of a chat: send fewer")
+        return self
+
+    @property
+    def pictures(self) -> list[PicturePart]:
+        return [picture for message in self.messages for picture in message.pictures]
+
+    def prompts(self, tokenizer: PreTrainedTokenizerBase, processor: Processor | None = None) -> list[Prompt]:
+        """Return the tokens of the conversation, written by the model's template, and its pictures."""
         if not tokenizer.chat_template:
             raise RequestError("this model has no chat template: send the whole text as a prompt to /v1/completions")
         variables = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort is not None else {}
@@ -272,7 +267,11 @@ class ChatBody(Body):
             if self.messages[0].role != "user" or not text.startswith(opening):
                 raise RequestError("after a state the first message is its user's: send no system message with it")
             text = text.removeprefix(opening)
-        return [tokens_of(tokenizer, text, False)]
+        if not self.pictures:
+            return [Prompt(tokens_of(tokenizer, text, False))]
+        if processor is None:
+            raise RequestError("this model reads no pictures: leave them out")
+        return [prompt_of(tokenizer, processor(), text, [picture.read() for picture in self.pictures], False)]
 
     def after(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         return next_turn_tokens(tokenizer)
@@ -283,12 +282,13 @@ Received = TypeVar("Received")
 FILES = ("application/octet-stream", "application/pdf")  # pages of other sites may not send these unasked
 
 
-async def read_body(request: Request, kind: type[Read], positions: int) -> Read:
-    """Read the body of a request, within bounds that follow from the positions of the model."""
+async def read_body(request: Request, kind: type[Read], positions: int, pictures: bool = False) -> Read:
+    """Read the body of a request, within bounds that follow from the positions of the model, perhaps with pictures."""
     media = media_of(request)
     if media != "application/json" and not media.endswith("+json"):  # pages of other sites may send other types unasked
         raise Refusal(400, f"the content type of the body is {media!r}: send JSON, as application/json")
-    content = await receive_in_time(receive_bytes(request, OTHER_BYTES + BYTES_OF_TOKEN * positions))
+    most = OTHER_BYTES + BYTES_OF_TOKEN * positions + PICTURE_BYTES * pictures
+    content = await receive_in_time(receive_bytes(request, most))
     return await run_in_threadpool(parse_body, content, kind, positions)
 
 
@@ -343,7 +343,8 @@ def parse_body(content: bytes, kind: type[Read], positions: int) -> Read:
     try:
         return kind.model_validate_json(content, context={"positions": positions})
     except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
+        faults = error.errors(include_url=False)
+        fault = next((each for each in faults if each["type"] in OF_A_CHOICE), faults[0])
     if fault["type"] in ("json_invalid", "model_type"):
         reason = fault.get("ctx", {}).get("error", "it is not an object")
         raise Refusal(400, f"the body is not a JSON object ({reason}): correct it")

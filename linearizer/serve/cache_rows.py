@@ -29,6 +29,7 @@ from linearizer.student.cache import (
     recurrent_tensors,
 )
 from linearizer.student.columns import EMPTY
+from linearizer.student.picture_positions import DELTAS, deltas_of
 
 Tensor = torch.Tensor
 
@@ -114,16 +115,17 @@ def real_tokens(cache: Cache, lengths: Tensor, added: int) -> Tensor | None:  # 
 
 
 def read_on(
-    model: PreTrainedModel, cache: Cache, ids: Tensor, lengths: Tensor, real: Tensor | None = None
+    model: PreTrainedModel, cache: Cache, ids: Tensor, lengths: Tensor, shifts: Tensor, real: Tensor | None = None
 ) -> Tensor:  # (rows, vocabulary)
     """Read the next tokens (rows, tokens) of rows that have read `lengths` (rows,) tokens; return the last logits.
 
-    With states of fixed size, tokens at the left may be padding: `real` (rows, tokens) is 0 there.
+    Positions are lengths with `shifts` (rows,). With states of fixed size, tokens at the left may be padding: `real`
+    (rows, tokens) is 0 there.
     """
     count = ids.shape[1]
     out = model(
         input_ids=ids,
-        position_ids=(lengths[:, None] + torch.arange(count, device=ids.device)).clamp_min(0),
+        position_ids=((lengths + shifts)[:, None] + torch.arange(count, device=ids.device)).clamp_min(0),
         attention_mask=real_tokens(cache, lengths, count) if real is None else real,
         use_cache=True,
         logits_to_keep=1,
@@ -131,6 +133,18 @@ def read_on(
     )
     logits: Tensor = out.logits[:, -1]
     return logits
+
+
+def set_shift(cache: Cache, model: PreTrainedModel, shift: int) -> None:
+    """Let a cache of one text know how far its positions are from the numbers of its tokens."""
+    setattr(cache, DELTAS, torch.tensor([[shift]], device=model.device) if shift else None)
+
+
+def take_shift(cache: Cache) -> int:
+    """Take that from a cache, as its row will know it."""
+    deltas = deltas_of(cache)
+    setattr(cache, DELTAS, None)
+    return 0 if deltas is None else int(deltas)
 
 
 def keep_rows(cache: Cache, rows: Sequence[int], longest: int) -> None:

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from linearizer.errors import LinearizerError, RequestError, first_line
-from linearizer.serve.bodies import Body, ChatBody, CompletionBody, Refusal, read_body, read_text_body
-from linearizer.serve.cache_rows import tensors_of
+from linearizer.serve.bodies import Body, ChatBody, CompletionBody, Processor, Refusal, read_body, read_text_body
+from linearizer.serve.cache_rows import take_shift, tensors_of
 from linearizer.serve.engine import Engine
 from linearizer.serve.guards import REFUSAL, Guard, has_key, is_local
 from linearizer.serve.row import Row, TextDelta
@@ -32,11 +32,10 @@ from linearizer.serve.state_files import load_state
 from linearizer.serve.state_routes import add_state_routes
 from linearizer.serve.states import Beginning, States, begin_at
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
-from linearizer.student.picture_positions import deltas_of
 from linearizer.teacher.logits import vocabulary
+from linearizer.teacher.picture_prompts import Prompt
 from linearizer.teacher.token_loop import ends_of
 
-OF_PICTURES = "the state has read a picture, and the server goes on after texts alone: use `linearizer ask --state`"
 STOPPED = "the server was stopped before the answer was complete: ask again when it is back"
 LATE_SECONDS = 10  # after a request's deadline, for the client to read the error
 RETRY_SECONDS = 5  # after which a refused client may try again
@@ -56,6 +55,7 @@ class Served:
     states: Path | None = None  # the folder of the states that clients own; None: there are none
     state_bytes: int = 0  # of the longest text in layers with a student, or in the teacher's same layers
     recurrent_bytes: int = 0  # of any text in recurrent layers
+    processor: Processor | None = None
     since: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -81,8 +81,6 @@ class Served:
             raise Refusal(503, STOPPED) from error
         if len(tensors_of(cache)[0]) != 1:
             raise RequestError("the state is of several texts at once: send the state of one")
-        if deltas_of(cache) is not None:
-            raise RequestError(OF_PICTURES)
         return cache
 
 
@@ -197,7 +195,7 @@ async def answer(served: Served, kind: type[Body], request: Request) -> Any:
     deadline = asyncio.get_running_loop().time() + served.max_seconds
     if not served.engine.has_room(1):  # before a body is received in vain
         raise no_room(served)
-    body = await read_body(request, kind, served.positions)
+    body = await read_body(request, kind, served.positions, kind is ChatBody and served.processor is not None)
     if body.model is not None:
         refuse_other_model(served, body.model)
     start = None
@@ -277,12 +275,12 @@ async def begin(served: Served, body: Body, deadline: float, start: Beginning | 
         return send
 
     try:
-        prompts = await run_in_threadpool(body.prompts, served.tokenizer)  # a long text takes seconds
+        prompts = await run_in_threadpool(body.prompts, served.tokenizer, served.processor)  # a long text takes seconds
     except RequestError as error:
         raise Refusal(400, str(error)) from error
     if start is not None and len(prompts) > 1:
         raise Refusal(400, f"a state is continued by one prompt, and here are {len(prompts)}: fork it", "prompt")
-    rows = [make_row(served, body, tokens, index, sender(index), start) for index, tokens in enumerate(prompts)]
+    rows = [make_row(served, body, prompt, index, sender(index), start) for index, prompt in enumerate(prompts)]
     work = Work(body, rows, received, deadline, start)
     if not served.engine.submit(*rows):
         raise no_room(served)
@@ -294,12 +292,13 @@ async def begin(served: Served, body: Body, deadline: float, start: Beginning | 
 def make_row(
     served: Served,
     body: Body,
-    tokens: list[int],
+    prompt: Prompt,
     index: int,
     send: Callable[[TextDelta], None],
     start: Beginning | None = None,
 ) -> Row:
     """Make the row of a prompt; refuse a prompt that cannot be served."""
+    tokens, reach = prompt.tokens, prompt.pictures.reach
     if not tokens:
         raise Refusal(400, "the prompt is empty: send at least one token", "prompt")
     before = [] if start is None else start.tokens
@@ -316,10 +315,11 @@ def make_row(
         raise Refusal(400, f"a token is not one of the model's {size}", "prompt")
     ends = frozenset[int]() if body.ignore_eos else ends_of(served.model)
     count = room if body.new_tokens is None else body.new_tokens
-    row = Row(
-        before + tokens, send, served.tokenizer, count, body.drawing(index), tuple(body.stop), ends, begun=len(before)
-    )
-    row.cache = None if start is None else start.cache
+    numbered = [-1 - prompt.pictures.number_with(tokens)] * reach + tokens[reach:]
+    how = body.drawing(index), tuple(body.stop), ends, len(before), prompt
+    row = Row(before + numbered, send, served.tokenizer, count, *how)
+    if start is not None:
+        row.cache, row.shift = start.cache, take_shift(start.cache)
     if body.hands_over:
         row.state, row.after = Future(), body.after(served.tokenizer)
     return row

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from linearizer.serve.cache_rows import copy_cache, read_on, view_row
+from linearizer.serve.cache_rows import copy_cache, read_on, set_shift, view_row
 from linearizer.serve.prompts import KeptStates, Prompts
 from linearizer.serve.row import Row, choose_tokens, fail_rows
 from linearizer.serve.token_graphs import TokenGraphs
@@ -161,8 +161,8 @@ class Engine:
     def write_token(self, rows: list[Row], cache: Cache | None) -> None:
         """Let every row read its last token, and write the next."""
         assert cache is not None
-        ids, lengths = torch.tensor([[row.tokens[row.read], row.read] for row in rows], device=self.model.device).T
-        logits = self.graphs.read(cache, ids, lengths).float()
+        numbers = [[row.tokens[row.read], row.read, row.shift] for row in rows]
+        logits = self.graphs.read(cache, *torch.tensor(numbers, device=self.model.device).T).float()
         finite = (logits < torch.inf).all(-1).tolist()  # false for what is not a number; a token may be impossible
         tokens = choose_tokens(logits, [row.drawing for row in rows], [row.tokens[row.begun :] for row in rows])
         for row, token, is_finite in zip(rows, tokens, finite, strict=True):
@@ -179,8 +179,11 @@ class Engine:
         try:
             cache = copy_cache(cache, lambda x: x.clone())
             if unread := row.unread_at_end:
-                ids = torch.tensor([unread], device=self.model.device)
-                read_on(self.model, cache, ids, torch.tensor([row.read], device=self.model.device))
+                ids, read, shift = (
+                    torch.tensor(x, device=self.model.device) for x in ([unread], [row.read], [row.shift])
+                )
+                read_on(self.model, cache, ids, read, shift)
+            set_shift(cache, self.model, row.shift)
             row.state.set_result(cache)
         except Exception as error:  # as in `step`
             row.state.set_exception(error)
@@ -195,7 +198,7 @@ class Engine:
                 continue
             view = view_row(self.cache, index, row.read)
             if self.kept.max_bytes:
-                self.kept.keep(row.tokens[: row.read], view)
+                self.kept.keep(row.tokens[: row.read], view, row.shift)
             if row.done:
                 self.hand_over(row, view)
         self.rows = [self.rows[index] for index in staying]

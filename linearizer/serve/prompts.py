@@ -23,7 +23,9 @@ from linearizer.serve.cache_rows import (
     kinds_of_states,
     pack,
     read_on,
+    set_shift,
     take_row,
+    take_shift,
     tensors_of,
     unpack,
 )
@@ -31,6 +33,7 @@ from linearizer.serve.row import Row, fail_rows
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.logits import fresh_cache
 from linearizer.teacher.ram import run_if_it_fits, trim_heaps
+from linearizer.teacher.token_loop import read_tokens
 
 CHUNK = 512  # tokens read at once on a CPU; states are kept at multiples of it
 TIMES_ON_GPU = 4  # as many tokens at once: launches for fewer take a host as long
@@ -44,6 +47,7 @@ TRIMMED_SHARE = 1 / 8  # of the bytes to keep: after as many new bytes, freed me
 class KeptState:
     tokens: int
     bytes: int
+    shift: int  # of its row
     packed: torch.Tensor  # all tensors of its cache as bytes
     shapes: tuple[torch.Size, ...]
     form: Cache  # a cache with the same kinds of states, without numbers
@@ -58,8 +62,8 @@ class KeptStates:
         self.forms: dict[tuple[type, ...], Cache] = {}  # by the kinds of states: those of short texts are others
         self.shapes: dict[tuple[torch.Size, ...], tuple[torch.Size, ...]] = {}  # one object for all equal shapes
 
-    def keep(self, tokens: Sequence[int], cache: Cache) -> None:
-        """Keep a copy of a cache that has read these tokens, if there is room for it."""
+    def keep(self, tokens: Sequence[int], cache: Cache, shift: int = 0) -> None:
+        """Keep a copy of a cache that has read these tokens, with the shift of its row, if there is room for it."""
         parts = tensors_of(cache)
         size = KEPT_BYTES + sum(SHAPE_BYTES + x.nbytes for x in parts)
         if size > self.max_bytes:
@@ -75,7 +79,7 @@ class KeptStates:
             return
         shapes = tuple(x.shape for x in parts)
         shapes = self.shapes.setdefault(shapes, shapes)
-        self.states[key] = KeptState(len(tokens), size, packed, shapes, self.forms[kinds])
+        self.states[key] = KeptState(len(tokens), size, shift, packed, shapes, self.forms[kinds])
         self.bytes += size
         while self.bytes > self.max_bytes:
             self.drop(next(iter(self.states)))
@@ -133,6 +137,10 @@ class Prompts:
             elif not row.unread:
                 finished.append(self.rows.pop(0))
             elif budget > 0:
+                if row.read < row.reach:
+                    budget -= row.reach - row.read
+                    self.read_pictures(row)
+                    continue
                 rows = self.rows_beside(row, budget) if self.several else [row]
                 count = min(max(map(self.next_part, rows)), max(FEWEST, budget))
                 budget -= max(FEWEST, count) * len(rows)
@@ -172,16 +180,31 @@ class Prompts:
                 continue
             if not self.prepare(row) or not row.unread or (row.cache is None) != (first.cache is None):
                 continue
+            if row.read < row.reach:
+                continue
             if (len(rows) + 1) * max(longest, self.next_part(row)) <= budget:
                 rows, longest = [*rows, row], max(longest, self.next_part(row))
         return rows
 
     def look_up(self, row: Row) -> None:
-        """Let a row continue from the kept state that has read the most of its prompt."""
+        """Let a row continue from the kept state that has read the most of its prompt, and all of its pictures."""
         state = self.kept.find_longest(row.prompt[:-1])
-        if state is not None and state.tokens > row.read:
+        if state is not None and state.tokens > row.read and state.tokens >= row.reach:
             row.reused += state.tokens - row.read
-            row.read, row.cache = state.tokens, self.kept.restore(state)
+            row.read, row.shift, row.cache = state.tokens, state.shift, self.kept.restore(state)
+
+    @torch.inference_mode()
+    def read_pictures(self, row: Row) -> None:
+        """Read the tokens of a row up to its last picture, at once."""
+        assert row.shown is not None
+        try:
+            cache = fresh_cache(self.model) if row.cache is None else row.cache
+            set_shift(cache, self.model, row.shift)
+            ids = torch.tensor([row.shown.tokens[: row.shown.pictures.reach]])
+            next(read_tokens(self.model, ids, cache, row.shown.pictures))
+            row.read, row.shift, row.cache = row.reach, take_shift(cache), cache
+        except Exception as error:  # as in `read`
+            fail_rows([row], error)
 
     @torch.inference_mode()
     def read_part(self, rows: Sequence[Row], count: int) -> None:
@@ -193,12 +216,14 @@ class Prompts:
         ids = torch.tensor([[0] * (longest - len(part)) + part for part in parts])
         lengths = torch.tensor([row.read - longest + len(part) for row, part in zip(rows, parts, strict=True)])
         real = torch.tensor([[0] * (longest - len(part)) + [1] * len(part) for part in parts])
-        read_on(self.model, cache, ids.to(device), lengths.to(device), real.to(device) if len(rows) > 1 else None)
+        shifts = torch.tensor([row.shift for row in rows])
+        padding = real.to(device) if len(rows) > 1 else None
+        read_on(self.model, cache, ids.to(device), lengths.to(device), shifts.to(device), padding)
         for index, (row, part) in enumerate(zip(rows, parts, strict=True)):
             row.read += len(part)
             row.cache = cache if len(rows) == 1 else take_row(cache, index, row.read)
             if self.kept.max_bytes and (row.read % self.chunk == 0 or not row.unread):
-                self.kept.keep(row.prompt[: row.read], row.cache)
+                self.kept.keep(row.prompt[: row.read], row.cache, row.shift)
 
 
 def begins_alike(row: Row, earlier: Row, tokens: int) -> bool:

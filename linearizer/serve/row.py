@@ -18,6 +18,7 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from linearizer.errors import first_line
+from linearizer.teacher.picture_prompts import Prompt
 from linearizer.teacher.token_loop import TextStream
 
 BLOCK = 256  # tokens whose shares are added up at once
@@ -63,8 +64,10 @@ class Row:
     stop: tuple[str, ...] = ()
     ends: frozenset[int] = frozenset()  # tokens that end a text
     begun: int = 0  # tokens that its first state has read: the prompt has numbers below 0 in their places
+    shown: Prompt | None = None  # what follows that state, if with pictures: numbers below 0 stand for all up to these
     after: Sequence[int] = ()  # tokens that the state reads after the text
     state: Future[Cache] | None = None  # receives the state after the text, if there is one
+    shift: int = 0  # from the number of tokens to positions, after pictures of models that number these in another way
 
     cache: Cache | None = None  # until it joins the batch
     reused: int = 0  # tokens read from kept states
@@ -74,8 +77,13 @@ class Row:
 
     def __post_init__(self) -> None:
         self.tokens, self.read = list(self.prompt), self.begun
-        self.stream, self.unsent = TextStream(self.tokenizer, self.prompt[self.begun :]), ""
+        self.stream, self.unsent = TextStream(self.tokenizer, [token for token in self.prompt if token >= 0]), ""
         self.reused = self.begun
+
+    @property
+    def reach(self) -> int:
+        """The tokens that are read at once, with all pictures; 0: there are none."""
+        return self.begun + self.shown.pictures.reach if self.shown is not None else 0
 
     @property
     def written(self) -> int:
@@ -163,7 +171,7 @@ def choose_tokens(logits: Tensor, drawings: Sequence[Drawing], texts: Sequence[S
 
 def penalise(logits: Tensor, penalty: float, text: Sequence[int]) -> Tensor:  # (1, vocabulary)
     """Make the tokens of a text less likely."""
-    ids = torch.tensor([text], dtype=torch.long, device=logits.device)
+    ids = torch.tensor([[token for token in text if token >= 0]], dtype=torch.long, device=logits.device)
     penalised = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits)
     return penalised.nan_to_num()  # of a tiny penalty: shares of what is infinite would be none
 

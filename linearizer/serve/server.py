@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 from linearizer.errors import RequestError, first_line
@@ -99,7 +100,9 @@ def serve(
         with Engine(model, max_state_bytes) as engine, short_collections():
             places = states or run.folder / "states"
             sizes = bytes_of_text(run, teacher), run.inspection.recurrent_bytes
-            served = Served(name, model, tokenizer, run.positions, engine, max_seconds, places, *sizes)
+            shows = run.inspection.reads_pictures and run.checkpoint.is_dir()
+            processor = cache(partial(checkpoint.load_processor_of, run)) if shows else None
+            served = Served(name, model, tokenizer, run.positions, engine, max_seconds, places, *sizes, processor)
             app = make_endpoint(served, host in LOCAL_HOSTS, api_keys)
             config = uvicorn.Config(
                 app,

@@ -38,7 +38,8 @@ class BatchGraph:
         """Capture a token of texts with states like the cache's."""
         graph_cache = copy_cache(cache, lambda x: x.clone())
         lengths = states_of(cache)[0].count.clone()
-        read_on(model, graph_cache, torch.zeros_like(lengths)[:, None], lengths)  # makes the pools of states
+        zeros = torch.zeros_like(lengths)
+        read_on(model, graph_cache, zeros[:, None], lengths, zeros)  # makes the pools of states
         return cls(graph_cache, TokenGraph.of(model, graph_cache, capture))
 
     def lay(self, at: int, cache: Cache) -> None:
@@ -124,11 +125,11 @@ class TokenGraphs:
         self.loaded = graph, batch
         return batch
 
-    def read(self, cache: Cache, ids: Tensor, lengths: Tensor) -> Tensor:  # (rows, vocabulary)
-        """Read a token of each row, which has read `lengths` (rows,) tokens before; return the logits."""
+    def read(self, cache: Cache, ids: Tensor, lengths: Tensor, shifts: Tensor) -> Tensor:  # (rows, vocabulary)
+        """Read a token of each row, with lengths and shifts as in `read_on`; return the logits."""
         if (batch := self.graph_of(cache)) is None:
-            return read_on(self.model, cache, ids[:, None], lengths)
-        batch.graph.repeat_for(cache, ids[:, None], lengths[:, None])
+            return read_on(self.model, cache, ids[:, None], lengths, shifts)
+        batch.graph.repeat_for(cache, ids[:, None], (lengths + shifts)[:, None])
         logits: Tensor = batch.graph.results.values["logits"][: len(ids), -1]
         return logits
 

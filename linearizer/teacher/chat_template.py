@@ -29,22 +29,27 @@ class TurnTexts(NamedTuple):
 
 def write_chat(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """Write messages by the template, up to the begin of an answer; it may use the `variables`."""
+    """Write messages by the template, up to the begin of an answer; it may use the `variables`.
+
+    The content of a message is a text, or a list of parts, which are texts and the places of pictures.
+    """
     given, arguments = variables or {}, inspect.signature(tokenizer.apply_chat_template).parameters
     if reserved := given.keys() & arguments.keys():
         raise RequestError(f"chat_template_kwargs may not set {min(reserved)}: name variables of the template only")
-    last = messages[-1]["content"].strip()
+    said = [each["content"] for each in messages]
+    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in said]
+    last = "".join(part.get("text", "") for part in parts[-1]).strip()
 
     def write(messages: Sequence[Mapping[str, Any]]) -> str:
         return str(tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=True, **given))
 
     try:
-        written = write(messages)
+        written = write(messages) if all(isinstance(each, str) for each in said) else ""
         if last and last not in written:  # templates of models that read pictures may want a list of parts
-            in_parts = write([{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages])
+            in_parts = write([{**each, "content": part} for each, part in zip(messages, parts, strict=True)])
             written = in_parts if last in in_parts else written
     except Exception as error:  # a template is a program, and may raise any error
         remedy = "leave the system prompt out, or " * (messages[0]["role"] == "system") + CONTINUE

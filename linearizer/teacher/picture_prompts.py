@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +33,14 @@ class Pictures:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     reach: int = 0
 
+    def number_with(self, tokens: Sequence[int]) -> int:
+        """Return a number of these pictures among these tokens, which others hardly have."""
+        hashed = hashlib.sha256(array("q", tokens[: self.reach]).tobytes())
+        for name, x in sorted(self.arguments.items()):
+            hashed.update(name.encode())
+            hashed.update(x.contiguous().numpy().tobytes() if isinstance(x, torch.Tensor) else repr(x).encode())
+        return int.from_bytes(hashed.digest()[:7], "big")
+
     def given_to(self, model: torch.nn.Module, tokens: int) -> dict[str, Any]:
         """Return the arguments that a model takes with the first tokens of the prompt."""
         device, known = next(model.parameters()).device, inspect.signature(model.forward).parameters
@@ -43,7 +53,7 @@ class Prompt:
     """What a user says, as tokens, and the pictures among them."""
 
     tokens: list[int]
-    pictures: Pictures
+    pictures: Pictures = field(default_factory=Pictures)
 
 
 def make_prompt(
@@ -57,7 +67,7 @@ def make_prompt(
 ) -> Prompt:
     """Turn what a user says after showing pictures into tokens; the other arguments are those of `turn_tokens`."""
     if not pictures:
-        return Prompt(turn_tokens(tokenizer, text, begins, asks, raw), Pictures())
+        return Prompt(turn_tokens(tokenizer, text, begins, asks, raw))
     if processor is None:
         raise RequestError(NO_PICTURES)
     if not text:
@@ -65,11 +75,16 @@ def make_prompt(
     images = [open_picture(each) if isinstance(each, str | Path) else each.convert("RGB") for each in pictures]
     template = None if raw else processor.chat_template or tokenizer.chat_template
     written = write_turn(processor, template, text, len(images), begins, asks)
+    return prompt_of(tokenizer, processor, written, images, begins and template is None)
+
+
+def prompt_of(
+    tokenizer: PreTrainedTokenizerBase, processor: Any, written: str, images: Sequence[Any], special: bool
+) -> Prompt:
+    """Turn a text that names the places of pictures (of PIL) into tokens; `special`: with the start token."""
     with quiet():
         try:
-            batch = processor(
-                text=[written], images=images, return_tensors="pt", add_special_tokens=begins and template is None
-            )
+            batch = processor(text=[written], images=[*images], return_tensors="pt", add_special_tokens=special)
         except Exception as error:  # processors raise errors of many types
             raise RequestError(
                 f"the model's processor cannot read the picture ({first_line(error)}): show another picture, or no "
@@ -79,7 +94,10 @@ def make_prompt(
     arguments = {name: x for name, x in batch.items() if name not in ("input_ids", "attention_mask")}
     shown = arguments[TYPES] != 0 if TYPES in arguments else ids == image_token_id(tokenizer, processor)
     places = shown[0].nonzero()
-    return Prompt(ids[0].tolist(), Pictures(arguments, int(places[-1]) + 1 if len(places) else ids.shape[1] - 1))
+    reach = int(places[-1]) + 1 if len(places) else ids.shape[1] - 1
+    if reach == ids.shape[1]:
+        raise RequestError("nothing follows the picture: put the text behind it")
+    return Prompt(ids[0].tolist(), Pictures(arguments, reach))
 
 
 def write_turn(processor: Any, template: str | None, text: str, count: int, begins: bool, asks: bool) -> str:

@@ -35,12 +35,12 @@ def read_tokens(model: PreTrainedModel, ids: Tensor, cache: Cache, pictures: Pic
     start = 0
     while start < ids.shape[1]:
         end = start + (max(PIECE_TOKENS, LONG_PIECE // len(ids)) if expects_parts(model) else PIECE_TOKENS)
-        end = max(end, pictures.reach)
+        end = min(max(end, pictures.reach), ids.shape[1])
         shown = pictures.given_to(model, end) if pictures.arguments and not start else {}
         with torch.inference_mode():
             piece = ids[:, start:end].to(model.device)
             model(use_cache=True, logits_to_keep=1, **placed(model, piece, cache, **shown))
-        start = min(end, ids.shape[1])
+        start = end
         yield start
 
 

@@ -14,6 +14,7 @@ from linearizer.page.visitors import find_visitor
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.results import Comparison, StateSizes
+from linearizer.teacher import picture_files
 from tests.support.page_server import LONG, looking, shown, wait_until_true
 from tests.support.page_steps import upload
 from tests.support.whole_models import save_picture, save_with_processor
@@ -132,7 +133,7 @@ def test_a_file_that_is_no_picture_is_refused_in_a_sentence_and_deleted(visitor,
     for name, content in files.items():
         (path := tmp_path / name).write_bytes(content)
         updates = dict(zip(compare.OUTPUTS, compare.add_picture(MEMORY, None, None, str(path), ()), strict=True))
-        assert (chat_cards.TOO_LARGE if name == "bomb" else chat_cards.NO_PICTURE) in updates["chat_note"]
+        assert (picture_files.TOO_LARGE if name == "bomb" else picture_files.NO_PICTURE) in updates["chat_note"]
         assert not path.exists() and "value" not in str(updates["drafted"])
 
 
@@ -145,7 +146,7 @@ def test_a_picture_waits_with_its_message_and_returns_to_its_field(visitor, tmp_
     (path := tmp_path / "large.png").write_bytes(b"")
     Image.new("RGB", (4000, 100), "red").save(path)
     drafted = done(compare.add_picture(MEMORY, None, None, str(path), ()))["drafted"]
-    assert Image.open(io.BytesIO(drafted[0])).width == chat_cards.MAX_SIDE
+    assert Image.open(io.BytesIO(drafted[0])).width == picture_files.MAX_SIDE
     waiting = done(compare.send(MEMORY, None, None, "What?", "", drafted, 4, 0, False))
     shown, text = waiting["student"]["value"][0]["content"]
     assert "data:image/jpeg;base64," in shown.value and text == "What?" and waiting["drafted"] == ()

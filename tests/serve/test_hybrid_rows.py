@@ -12,6 +12,7 @@ from linearizer.teacher.logits import bytes_held
 from tests.support.hybrids import SOURCE, student_of, tiny_hybrid
 from tests.support.models import MIXED, tokens
 
+NO_SHIFT = torch.zeros(1, dtype=torch.long)
 CLOSE = dict(atol=1e-3, rtol=1e-3)
 
 
@@ -23,17 +24,17 @@ def test_rows_of_different_lengths_join_leave_and_are_put_aside_whole(family):
     for row, (cache, length) in enumerate(zip(caches, lengths.tolist(), strict=True)):
         student(tokens(1, length, row), **{CACHE: cache})
     alone = torch.cat(
-        [read_on(student, c.fork(), following[i : i + 1], lengths[i : i + 1]) for i, c in enumerate(caches)]
+        [read_on(student, c.fork(), following[i : i + 1], lengths[i : i + 1], NO_SHIFT) for i, c in enumerate(caches)]
     )
     joined = join_caches(caches)
     parts = tensors_of(joined)
     aside = unpack(joined, pack(parts), [x.shape for x in parts], 23)
     for batch in (joined, aside):
-        assert torch.allclose(read_on(student, batch, following, lengths), alone, **CLOSE)
+        assert torch.allclose(read_on(student, batch, following, lengths, NO_SHIFT), alone, **CLOSE)
     keep_rows(joined, [1], 18)
-    read_on(student, caches[1], following[1:], lengths[1:])
-    again = read_on(student, caches[1], following[:1], lengths[1:] + 1)
-    assert torch.allclose(read_on(student, joined, following[:1], lengths[1:] + 1), again, **CLOSE)
+    read_on(student, caches[1], following[1:], lengths[1:], NO_SHIFT)
+    again = read_on(student, caches[1], following[:1], lengths[1:] + 1, NO_SHIFT)
+    assert torch.allclose(read_on(student, joined, following[:1], lengths[1:] + 1, NO_SHIFT), again, **CLOSE)
 
 
 @torch.no_grad()

@@ -114,8 +114,8 @@ def test_a_template_is_given_its_variables_and_nothing_else(served, monkeypatch)
     tokenizer = served.served.tokenizer
     monkeypatch.setattr(tokenizer, "chat_template", "{{ mood }} {{ reasoning_effort }}")
     said = {"messages": [{"role": "user", "content": "a"}], "reasoning_effort": "low"}
-    (tokens,) = parsed(ChatBody, **said, chat_template_kwargs={"mood": "merry"}).prompts(tokenizer)
-    assert tokenizer.decode(tokens) == "merry low"
+    (prompt,) = parsed(ChatBody, **said, chat_template_kwargs={"mood": "merry"}).prompts(tokenizer)
+    assert tokenizer.decode(prompt.tokens) == "merry low"
     for name in ("chat_template", "tokenize", "tools"):
         answer = chat(served, "a", chat_template_kwargs={name: "x"})
         assert answer.status_code == 400 and f"may not set {name}" in answer.json()["error"]["message"]
