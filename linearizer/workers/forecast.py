@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import shutil
+import time
 import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -45,6 +46,7 @@ GRAPH_WIDTHS = 24  # numbers in a block's graph for each token, in sizes of its 
 LOGIT_OPERATIONS = 1000  # of judging for each entry of a token's logits, apart from its product
 JUDGED_SHARE = 1.2  # of a text: it is read once, in a pair with another, and its end once more for every gap
 JUDGING_PASSES = JUDGING.texts * JUDGED_SHARE * 3  # of a text: teacher, student and window
+VALID_SECONDS = 600.0  # of the measured speeds of a machine
 SHORT_SECONDS = 180.0  # of a run or an evaluation for which another run pauses
 SUBJECTS = 4  # that read the texts of an evaluation, as a mean over its parts
 WRITING = 10.0  # seconds to write a token, as a multiple of those to read it
@@ -74,11 +76,17 @@ class RunForecast:
     memory_bytes: float
     disk_bytes: float
     download_bytes: float
+    least: float | None = None  # seconds, by the last runs of the model here (past_runs.py); None: there are none
+    most: float | None = None
 
 
-@cache
 def measure_speeds(device: str) -> Speeds:
-    """Measure this machine once, in well under a second."""
+    """Measure this machine, in well under a second; again after some minutes, as other work may have slowed it."""
+    return speeds_in(device, int(time.monotonic() // VALID_SECONDS))
+
+
+@lru_cache(maxsize=8)
+def speeds_in(device: str, period: int) -> Speeds:
     size = 2048 if device_kind(device) == "cuda" else 512  # large enough for a device to show its speed
     matrices = [torch.ones(size, size, device=device, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     points = torch.randn(SPECTRUM_POINTS, SIZE, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 3

@@ -120,10 +120,11 @@ def give_way(run: Run, ticket: Ticket, steps: Steps[Product]) -> Steps[Product]:
                 yield next(steps)
             except StopIteration as end:
                 return end.value
-            if time.monotonic() - checked > QUEUE_POLL_SECONDS:
+            if (now := time.monotonic()) - checked > QUEUE_POLL_SECONDS:
                 if ticket.count_before():
                     ticket.pause()
                     yield from wait_for_turn(run, ticket)
+                    run.log(EventName.WAITED, seconds=round(time.monotonic() - now, 3))
                 checked = time.monotonic()
 
 

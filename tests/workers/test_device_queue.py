@@ -41,6 +41,7 @@ def test_an_evaluation_of_seconds_is_done_at_once_while_a_run_of_hours_pauses(qu
     assert not [time for time in steps if begun < time < ended], "nothing is measured while the run works, too"
     assert control.state_of(run) == "running"
     wait_until(lambda: run.events()[-1]["time"] > ended and run.events()[-1]["event"] == "distill")
+    assert [event["seconds"] for event in run.events() if event["event"] == "waited"] > [ended - begun - 1]
     ticket = take_ticket(queue / "other", ["cpu"], short=True)
     wait_until(ticket.begin_work)
     control.stop(run)  # in its pause, too
