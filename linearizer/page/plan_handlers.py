@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -56,9 +55,8 @@ def show_model(browser: Browser, model: str | None, budget: float | None) -> tup
     card, inspection = plan_cards.model_card(examined.inspection), examined.inspection
     if not inspection.supported:
         return show(card)
-    priced = planning.find_priced(browser.visitor, inspection)
     form = show_form(inspection.max_positions, budget, pictures=inspection.reads_pictures)
-    return show(card, replace(examined, priced=priced), form)
+    return show(card, examined.with_runs(browser.visitor), form)
 
 
 def show_form(
