@@ -72,18 +72,17 @@ def decidable(run: Run) -> bool:
 
 def allocate_alike(layers: Sequence[Layer], plan: Plan, sinks: int) -> Allocation:
     """Let all heads hold the same within the budget: a window, and as many slots if the strategy has them."""
-    if plan.memory:
-        return Allocation(plan.strategy, sinks, tuple(allocate_memory(layer, plan, sinks) for layer in layers))
 
-    def row(layer: Layer) -> tuple[Head, ...]:
+    def hold(layer: Layer) -> Head:
         token = token_bytes(layer, plan.resolved_bits)
         room = ((plan.budget or 0) - sinks) * token_bytes(layer)
         slot = slot_bytes(layer, plan.resolved_bits)
         slots = room // (token + slot) if plan.strategy_spec.far_field else 0
-        head = Head((room - slots * slot) // token, slots=slots, bits=plan.resolved_bits)
-        return (head,) * heads_replaced(layer)
+        return Head((room - slots * slot) // token, slots=slots, bits=plan.resolved_bits)
 
-    return Allocation("window", sinks, tuple(map(row, layers)))
+    counts = [(layer, heads_replaced(layer)) for layer in layers]
+    heads = [(allocate_memory(x, plan, sinks) if plan.memory else hold(x),) * n if n else () for x, n in counts]
+    return Allocation(plan.strategy if plan.memory else "window", sinks, tuple(heads))
 
 
 def fewer_bits(plan: Plan, layers: Sequence[Layer]) -> tuple[int, ...]:
@@ -97,7 +96,7 @@ def vector_sizes(layers: Sequence[Layer]) -> set[int]:
     return {size for layer in layers if layer.native_window is None for size in (layer.key_dim, layer.value_dim)}
 
 
-def allocate_memory(layer: Layer, plan: Plan, sinks: int) -> tuple[Head, ...]:
+def allocate_memory(layer: Layer, plan: Plan, sinks: int) -> Head:
     """Let every head of a layer hold a window, the plan's or half of the budget, and spend the rest on memory rows.
 
     If the plan sets no window, the window also takes the bytes that rows cannot use.
@@ -116,7 +115,7 @@ def allocate_memory(layer: Layer, plan: Plan, sinks: int) -> tuple[Head, ...]:
     head = replace(head, features=fits[-1])
     if plan.window is None:
         head = replace(head, window=head.window + (room - head_bytes(head, layer, sinks, 0)) // token)
-    return (head,) * heads_replaced(layer)
+    return head
 
 
 def sinks_to_try(plan: Plan) -> tuple[int, ...]:

@@ -9,10 +9,12 @@ from typing import Any
 from linearizer.errors import UnsupportedModel
 
 MAX_BYTES = 2**24  # of a config: those of published models have some kilobytes
-MAX_LAYERS, MAX_EXPERTS, MAX_LABELS = 1024, 4096, 2**16
+MAX_LAYERS, MAX_EXPERTS, MAX_LABELS = 512, 4096, 2**16
 MAX_PIXELS = 2**12  # on a side: tables of positions are as large as their square
 MAX_PARTS = 2**18  # layers × experts, which some models have as modules
 LAYERS = re.compile(r"(^|_)(n_layer|(layers|depths?|blocks))$")
+KINDS = re.compile(r"((layer|block|attention)\w*types?|pattern)$")  # of layers, in their order, or with numbers
+STAGES = re.compile(r"(^|_)(depths|numb_of_layers)$")
 EXPERTS, LABELS = re.compile(r"experts$"), re.compile(r"^num_labels$")
 PIXELS = re.compile(r"(^|_)image_size$")
 BOUNDS = (
@@ -48,13 +50,22 @@ def check_count(name: str, key: str, count: int, kind: str, bound: int) -> None:
 
 
 def list_counts(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
-    """List the whole numbers of a config by the names that they have there, in sections and lists, too."""
+    """List the whole numbers of a config by the names that they have there, in sections and lists, too.
+
+    Lists of layers have a number, too, and layers of several stages a sum.
+    """
+    key = "layers" if KINDS.search(key) else key
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from list_counts(item, str(name))
     elif isinstance(value, list):
-        for item in value:
-            if not isinstance(item, list):
-                yield from list_counts(item, key)
+        counts = [pair for item in value for pair in list_counts(item, key)]
+        yield from counts
+        if STAGES.search(key):
+            yield key, sum(count for _, count in counts)
+        if LAYERS.search(key):
+            yield key, len(value)
+    elif isinstance(value, str) and key == "layers":
+        yield key, len(value)
     elif isinstance(value, int | float) and value == value:
         yield key, int(min(max(value, 0), 2**63))

@@ -7,7 +7,7 @@ from linearizer.errors import BudgetError, RequestError
 from linearizer.method.decide import check_budget, decide
 from linearizer.method.head_prices import options_to_price
 from linearizer.pipeline import inspect
-from linearizer.plan.head_bytes import Layer, cache_bytes
+from linearizer.plan.head_bytes import WITHOUT_ATTENTION, Layer, cache_bytes
 from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
 from linearizer.run.measured import Prices
@@ -112,6 +112,14 @@ def test_a_memory_takes_what_a_window_leaves_of_the_budget(budget, inspection):
         assert head.memory == memory and head.window >= plan.resolved_window and head.features
         assert paid - 2 * paid / budget < spent <= paid
         assert head.features <= UPDATE_RULES[memory].most_rows(inspection.layers[0].key_dim)
+
+
+@pytest.mark.parametrize("recipe", ["swa", "gdn"])
+def test_layers_without_attention_hold_nothing_where_all_heads_hold_the_same(recipe, inspection):
+    plan, softmax = Plan.of(recipe, model="demo", budget=32), inspection.layers[0]
+    allocation = decide(None, plan, (WITHOUT_ATTENTION, softmax))
+    assert [len(heads) for heads in allocation.heads] == [0, softmax.kv_heads]
+    assert allocation.heads[1] == decide(None, plan, (softmax,)).heads[0]
 
 
 def test_a_memory_that_cannot_be_is_refused(inspection):
