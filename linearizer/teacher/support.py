@@ -236,6 +236,10 @@ def refusing_config() -> Iterator[None]:
     except Refused:
         raise
     except Exception as error:
+        if isinstance(error, ImportError) and (lacking := re.search(r"pip install ([\w.-]*\w)", str(error))):
+            raise Refused(
+                f"its code needs {lacking[1]}, which is not installed", f"`pip install {lacking[1]}`"
+            ) from error
         refusal = f"transformers cannot build it from its config ({first_line(error)})"
         raise Refused(refusal, "check its config.json") from error
 

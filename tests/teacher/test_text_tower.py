@@ -1,6 +1,7 @@
 """The text tower of a model that reads pictures loads alone, and gives text the whole model's logits."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -63,6 +64,7 @@ def test_a_tower_is_found_by_the_names_of_older_files(family, tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.skipif(find_spec("timm") is not None, reason="its pictures are read, too")
 def test_the_tower_of_gemma_3n_is_found_beside_parts_that_need_another_library(tmp_path):
     """Its tower for pictures is a model of timm; the files are written here under the names of the whole model."""
     text = teacher_of("gemma3n_text")
@@ -76,6 +78,7 @@ def test_the_tower_of_gemma_3n_is_found_beside_parts_that_need_another_library(t
     assert torch.equal(tower(tokens(1, 20)).logits, text(tokens(1, 20)).logits)
     verify_teacher(tower, inspection)
     assert inspection.supported and inspection.tower_of == "Gemma3nForAll"
+    assert inspection.reads.endswith("because its code needs timm, which is not installed")
 
 
 def test_a_tower_whose_weights_are_not_there_is_refused(tmp_path):
