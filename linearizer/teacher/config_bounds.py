@@ -10,18 +10,20 @@ from linearizer.errors import UnsupportedModel
 
 MAX_BYTES = 2**24  # of a config: those of published models have some kilobytes
 MAX_LAYERS, MAX_EXPERTS, MAX_LABELS = 512, 4096, 2**16
+MAX_ENTRIES = 4096  # of a list: code may build a part for each
 MAX_PIXELS = 2**12  # on a side: tables of positions are as large as their square
 MAX_PARTS = 2**18  # layers × experts, which some models have as modules
 LAYERS = re.compile(r"(^|_)(n_layer|(layers|depths?|blocks))$")
 KINDS = re.compile(r"((layer|block|attention)\w*types?|pattern)$")  # of layers, in their order, or with numbers
 STAGES = re.compile(r"(^|_)(depths|numb_of_layers)$")
 EXPERTS, LABELS = re.compile(r"experts$"), re.compile(r"^num_labels$")
-PIXELS = re.compile(r"(^|_)image_size$")
+PIXELS, ENTRIES = re.compile(r"(^|_)image_size$"), re.compile(r" entries$")
 BOUNDS = (
     (LAYERS, "layers", MAX_LAYERS),
     (EXPERTS, "experts", MAX_EXPERTS),
     (LABELS, "labels", MAX_LABELS),
     (PIXELS, "pixels a side", MAX_PIXELS),
+    (ENTRIES, "entries in a list", MAX_ENTRIES),
 )
 
 
@@ -63,8 +65,7 @@ def list_counts(value: Any, key: str = "") -> Iterator[tuple[str, int]]:
         yield from counts
         if STAGES.search(key):
             yield key, sum(count for _, count in counts)
-        if LAYERS.search(key):
-            yield key, len(value)
+        yield key if LAYERS.search(key) else f"{key} entries", len(value)
     elif isinstance(value, str) and key == "layers":
         yield key, len(value)
     elif isinstance(value, int | float) and value == value:

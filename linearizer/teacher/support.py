@@ -293,6 +293,9 @@ def refuse_unseen(model: PreTrainedModel) -> Refused:
     """Explain that no layer of a model can be replaced."""
     if model._is_stateful:
         return Refused("all of its layers are recurrent, with a state of fixed size", "use it unchanged")
+    kinds = {*(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())}
+    if kinds and kinds <= UNCHANGED_LAYERS:
+        return Refused(f"none of its layers attends ({', '.join(sorted(kinds))})", "use it unchanged")
     return Refused("its code does not hand its attention to transformers' attention interface, so no layer is seen")
 
 

@@ -1,4 +1,7 @@
-"""A config says how often code loops that reads it: one that says too much is refused before anything is built."""
+"""A config says how often code loops that reads it: one that says too much is refused before anything is built.
+
+So is one that contradicts itself.
+"""
 
 import json
 
@@ -11,6 +14,7 @@ from linearizer.errors import UnsupportedModel
 from linearizer.teacher.config_bounds import MAX_BYTES, check_counts
 from tests.support.families import tiny_config
 from tests.support.hybrids import HYBRIDS, tiny_hybrid
+from tests.support.whole_models import whole_config
 
 REFUSED = {
     "layers": (dict(num_hidden_layers=10**7), "10,000,000 layers"),
@@ -21,10 +25,24 @@ REFUSED = {
     "layers by letters": (dict(text_config=dict(hybrid_override_pattern="M" * 10**5)), "100,000 layers"),
     "layers by groups": (dict(attention_types=[[["global"], 10**9]]), "1,000,000,000 layers"),
     "layers of stages": (dict(vision_config=dict(depths=[500] * 400)), "200,000 layers"),
+    "a long list": (dict(vision_config=dict(deepstack_visual_indexes=[0] * 10**5)), "100,000 entries in a list"),
     "experts": (dict(num_local_experts=10**8), "100,000,000 experts"),
     "labels": (dict(num_labels=10**9), "1,000,000,000 labels"),
     "pixels": (dict(vision_config=dict(image_size=[224, 10**6])), "1,000,000 pixels a side"),
     "endless layers": (dict(num_hidden_layers=float("inf")), "layers"),
+}
+
+
+SEEING = whole_config("llava").to_dict()
+CONTRADICTORY = {
+    "kinds for fewer layers": (tiny_hybrid("qwen3_5_text").to_dict(), dict(layer_types=["full_attention"])),
+    "a kind that nobody knows": (tiny_hybrid("nemotron_h").to_dict(), dict(layers_block_type=["other"] * 4)),
+    "kinds of a model without kinds": (tiny_hybrid("falcon_h1").to_dict(), dict(layer_types=["full_attention"] * 4)),
+    "more shared layers than layers": (tiny_hybrid("gemma4_text").to_dict(), dict(num_kv_shared_layers=50)),
+    "attention beyond the layers": (tiny_hybrid("bamba").to_dict(), dict(attn_layer_indices=[99])),
+    "no text": (SEEING, dict(text_config={"model_type": "clip_vision_model"})),
+    "text of an unknown kind": (SEEING, dict(text_config={"model_type": "nothing"})),
+    "a tower that is a list": (SEEING, dict(vision_config=[1])),
 }
 
 
@@ -41,6 +59,17 @@ def test_a_config_with_more_parts_than_its_files_is_refused_in_one_sentence(case
     with pytest.raises(UnsupportedModel, match=reason) as refusal:
         pipeline.inspect(write_model(tmp_path, **config))
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300
+
+
+@pytest.mark.parametrize("case", CONTRADICTORY)
+def test_a_config_that_contradicts_itself_is_refused_in_one_sentence(case, tmp_path):
+    content, changed = CONTRADICTORY[case]
+    write_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**content, **changed}), encoding="utf-8")
+    with pytest.raises(UnsupportedModel) as refusal:
+        pipeline.inspect(str(tmp_path)).require_support()
+    assert "\n" not in str(refusal.value) and ": " in str(refusal.value)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
 
 
 def test_a_config_of_many_megabytes_is_refused_unread(tmp_path):

@@ -100,6 +100,10 @@ REFUSED = {
     "mamba2": (dict(model_type="mamba2", num_hidden_layers=2), RECURRENT),
     "rwkv": (dict(model_type="rwkv", num_hidden_layers=2), RECURRENT),
     "bamba without attention": (dict(model_type="bamba", num_hidden_layers=2), RECURRENT),
+    "lfm2 without attention": (
+        dict(model_type="lfm2", num_hidden_layers=2, layer_types=["conv"] * 2),
+        "none of its layers attends",
+    ),
     "zamba": (dict(model_type="zamba", num_hidden_layers=6), "share one attention module"),
     "inkling": (dict(model_type="inkling_text"), "a learned bias for distances"),
     "quantised": (dict(model_type="llama", quantization_config={"quant_method": "hqq"}), "its weights are quantised"),
