@@ -227,8 +227,8 @@ def call_kernel(
 
 
 @as_custom_op(
-    "(Tensor q, Tensor k, Tensor v, Tensor?[] given, Tensor(a!) out, Tensor count, Tensor[] inputs, Tensor(b!)[] states, "
-    "int[] input_at, int[] state_at, int[] numbers, bool wide) -> ()"
+    "(Tensor q, Tensor k, Tensor v, Tensor?[] given, Tensor(a!) out, Tensor count, Tensor[] inputs, "
+    "Tensor(b!)[] states, int[] input_at, int[] state_at, int[] numbers, bool wide) -> ()"
 )
 def read_heads(
     q: Tensor, k: Tensor, v: Tensor, given: list[Tensor | None], out: Tensor, count: Tensor, inputs: list[Tensor],
