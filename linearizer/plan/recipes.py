@@ -100,8 +100,8 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "distilled": Recipe(
         "what each head costs the model, then distilled",
-        "ours: as best; then adapters on q, k, v and o learn from the teacher’s logits, end to end, and are merged into "
-        "the weights if the student is better with them on other texts",
+        "ours: as best; then adapters on q, k, v and o learn from the teacher’s logits, end to end, and stay if the "
+        "student is better with them on other texts",
         {"steps": 100},
     ),
     "windows": Recipe("windows alone, by their prices", "as best, without slots", {"strategy": "windows"}),
