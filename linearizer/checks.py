@@ -21,7 +21,6 @@ from linearizer.teacher.devices import choose_dtype
 from linearizer.teacher.load import computing_dtype, load_tokenizer, stored_dtype
 from linearizer.teacher.streaming import OFFLOADED, place_weights
 from linearizer.teacher.text import check_source, count_tokens, too_little_text
-from linearizer.train.lora import check_peft
 from linearizer.train.settings import LAYERWISE, training_settings
 
 if TYPE_CHECKING:
@@ -73,9 +72,7 @@ def check_plan(plan: Plan, inspection: Inspection) -> None:
     check_method(plan)
     check_budget(plan, inspection.layers)
     check_source(plan.text)
-    settings = training_settings(plan)
-    if plan.trains:
-        check_peft(max(phase.lora for phase in settings))
+    training_settings(plan)  # which refuses what cannot be combined
     check_packed(plan, inspection)
     others = ["caps its scores or has learned sinks"] * inspection.alters_scores
     others += ["has layers that attend to the keys of other layers"] * any(layer.readers for layer in inspection.layers)

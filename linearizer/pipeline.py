@@ -28,7 +28,7 @@ from linearizer.method.decide import decide
 from linearizer.method.initialise import initialise
 from linearizer.method.measure_run import measure_teacher
 from linearizer.method.recorder import samples_of
-from linearizer.method.texts import TextsOfRun
+from linearizer.method.texts import TextsOfRun, texts_to_learn
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import ADJUSTABLE, Plan
@@ -146,8 +146,13 @@ def make_student(run: Run, token: str | None, ranks: Ranks = ALONE) -> Steps[Non
     yield from measure_teacher(run, teacher, texts)
     allocation = yield from allocate(run, teacher, texts, ranks)
     student = begin_student(run, teacher, allocation)
-    yield from train(run, student, allocation, texts.learnt, ranks)
-    made_with = {"text": run.plan.text, "learnt": len(texts.learnt), "judged": len(texts.judged), "seed": run.plan.seed}
+    yield from train(run, student, allocation, texts, ranks)
+    made_with = {
+        "text": run.plan.text,
+        "learnt": texts_to_learn(run.plan),
+        "judged": len(texts.judged),
+        "seed": run.plan.seed,
+    }
     run.write_evaluation(made_with={**made_with, **environment(student)})
     yield from judge(setup_of(run, teacher, student, texts, ranks, token))
     check_stop(run)
@@ -203,7 +208,7 @@ def follow(run: Run, ranks: Ranks, token: str | None = None) -> None:
                 student = begin_student(run, teacher, run.require_allocation())
                 initialise(student, samples_of(run))
             if kind == TRAIN:
-                finish(train_share(run, student, texts.learnt, details[0], details[1], ranks))
+                finish(train_share(run, student, texts, details[0], details[1], ranks))
             else:
                 work_on_share(run, judge_share(setup_of(run, teacher, student, texts, ranks, token)))
         request = ranks.hear()

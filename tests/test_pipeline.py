@@ -1,6 +1,5 @@
 """Work on a run is stopped within every step, resumed to the same bits, and refused where the disk is too small."""
 
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -219,14 +218,6 @@ def test_a_run_that_is_refused_leaves_what_was_in_its_folder(tmp_path, monkeypat
 
 def refuse(*_):
     raise RequestError("there is no room")
-
-
-def test_a_recipe_that_adapts_is_refused_at_once_where_peft_is_not_installed(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(RequestError, match="needs peft: `pip install peft`"):
-        pipeline.begin(tmp_path / "run", Plan.of("lolcats", model="demo", budget=64))
-    assert not (tmp_path / "run").exists()
-    assert pipeline.begin(tmp_path / "run", Plan.of("lolcats", model="demo", budget=64, steps=0)).plan.lora
 
 
 def test_the_type_to_compute_in_is_decided_where_a_run_begins_and_the_same_words_resume_it(begin):

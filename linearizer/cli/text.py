@@ -188,7 +188,7 @@ def describe_student(run: Run) -> list[str]:
     state = "; ".join(filter(None, (describe_state(allocation, run.layers), run.inspection.beside_state)))
     trained = read_training(run)
     early = [f"trained {trained.in_words}: it was ended early"] if trained.early else []
-    return [state, *early, *kl_sentences(run), evaluation, *places]
+    return [state, *early, *filter(None, [trained.gain_in_words]), *kl_sentences(run), evaluation, *places]
 
 
 def describe_encoders_student(run: Run, judged: Collection[Judgement]) -> list[str]:

@@ -28,7 +28,7 @@ from linearizer.method.initialise import initialise
 from linearizer.method.measure_run import measure_teacher
 from linearizer.method.recorder import SAMPLES, Samples, samples_of
 from linearizer.method.substitute import exchange_students
-from linearizer.method.texts import TextsOfRun
+from linearizer.method.texts import TextsOfRun, texts_to_learn
 from linearizer.plan.allocation import Allocation, window_control
 from linearizer.plan.head_bytes import Layer, cache_bytes
 from linearizer.progress import finish, quiet
@@ -234,7 +234,7 @@ class Setup:
             with nullcontext() if teacher is None else teacher.prepared() as model:
                 return read(model=model)
         start = len(start_tokens(self.tokenizer))
-        learnt = max(self.run.evaluation_file["made_with"].get("learnt", plan.steps * plan.batch), plan.texts_measured)
+        learnt = max(self.run.evaluation_file["made_with"].get("learnt", texts_to_learn(plan)), plan.texts_measured)
         skipped = -(-learnt * (self.usual_length - start) // (length - start))
         stored, _ = read_kept_texts(self.run)
         if length == self.usual_length and len(stored) >= skipped + count:

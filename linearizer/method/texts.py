@@ -14,6 +14,7 @@ from linearizer.teacher.load import Teacher, texts_of_run
 from linearizer.teacher.text import start_tokens
 
 FEW_TEXTS, MIN_LENGTH = 2, 32  # to which defaults shrink where a text is short
+COMPARED = 2  # texts that students are compared on
 MOST_REPEATED = 64  # tokens of a repeated passage: short ones repeat at many distances
 NUMBER, SIX_DIGITS = "\nThe number is {}.", (10**5, 10**6)  # at the begin of a passage
 
@@ -26,17 +27,17 @@ class TextsOfRun:
 
     profiled: Sequence[Tensor]  # each tensor has texts of one length
     priced: Tensor  # the first half of the profiled texts, in half of which passages are repeated
-    compared: Tensor  # texts that no head was priced on
-    learnt: Tensor
+    compared: Tensor  # texts that no head was priced on, and no adapter trained on
+    learnt: Tensor  # (texts, Plan.learnt_length)
     judged: Tensor  # later texts, which no other step reads
 
     @staticmethod
     def of(run: Run, teacher: Teacher, token: str | None = None, judged: int = 1) -> TextsOfRun:
         """Read the texts of all steps; there may be fewer texts to judge by than are asked for."""
         plan, least, positions = run.plan, min_texts(run.plan), teacher.inspection.max_positions
-        learnt, start = plan.steps * plan.batch, len(start_tokens(teacher.tokenizer))
+        start, count = len(start_tokens(teacher.tokenizer)), max(texts_to_learn(plan), plan.texts_measured)
         with interruptible(run):
-            texts = texts_of_run(run, teacher, max(learnt, plan.texts_measured) + judged, token, least=least)
+            texts = texts_of_run(run, teacher, count + judged, token, least=least)
         end = len(texts) - min(judged, len(texts) - least + 1)
         first, priced = texts[: plan.resolved_texts], texts[: plan.texts_priced]
         passage = max(2, min(texts.shape[1] // 16, MOST_REPEATED))
@@ -48,10 +49,23 @@ class TextsOfRun:
         return TextsOfRun(
             profiled=[first] if plan.memory else join_texts(first, plan, start, positions),
             priced=with_repeats(priced, passage, plan.seed, write_number),
-            compared=join_all(texts[: plan.texts_measured][len(priced) : len(priced) + 2], start, positions),
-            learnt=texts[:end][:learnt],
+            compared=join_all(texts[: plan.texts_measured][len(priced) :][:COMPARED], start, positions),
+            learnt=cut_to_learn(texts[:end], plan),
             judged=texts[end:],
         )
+
+
+def texts_to_learn(plan: Plan) -> int:
+    """Count the texts of which some are trained on: adapters skip the texts that students are compared on."""
+    return plan.texts_learnt + COMPARED * plan.distils
+
+
+def cut_to_learn(texts: Tensor, plan: Plan) -> Tensor:
+    """Take the texts to train on, and cut them to their length."""
+    if plan.distils:
+        texts = torch.cat([texts[: plan.texts_priced], texts[plan.texts_priced + COMPARED :]])
+    pieces = texts[: plan.texts_learnt].unfold(1, plan.learnt_length, plan.learnt_length)
+    return pieces.flatten(0, 1)[: plan.steps * plan.batch]
 
 
 def join_texts(texts: Tensor, plan: Plan, start: int, positions: int | None) -> list[Tensor]:

@@ -184,7 +184,8 @@ def result_card(run: Run, allocation: Allocation, part: Part[Language]) -> str:
     numbers = numbers_card(judged, state, run.positions)
     trained = read_training(run)
     early = message_box(f"Its training was ended early, at {trained.in_words}.") if trained.early else ""
-    return verdict_card(verdict) + early + numbers + result_charts(run, allocation, part)
+    gain = message_box(f"Distilled: {trained.gain_in_words}.") if trained.gain_in_words else ""
+    return verdict_card(verdict) + early + gain + numbers + result_charts(run, allocation, part)
 
 
 def numbers_card(judged: LengthResult, state: StateSize, length: int) -> str:

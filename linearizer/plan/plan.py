@@ -257,7 +257,8 @@ class Plan(JsonProduct):
     def usual_length(self) -> int:
         """The tokens of a text if the plan names no number: several times as many as the state can hold exactly."""
         least = PRICED_LENGTH if self.strategy_spec.decided_by == "prices" else USUAL_LENGTH
-        return max(least, (BUDGETS_IN_GRAPH if self.resolved_lora else BUDGETS_IN_LENGTH) * (self.budget or 0))
+        budgets = BUDGETS_IN_GRAPH if self.resolved_lora and not self.distils else BUDGETS_IN_LENGTH
+        return max(least, budgets * (self.budget or 0))
 
     def resolved_length(self, positions: int | None) -> int:
         """The plan's number of tokens of a text, or the usual number, within the model's positions."""
@@ -268,6 +269,22 @@ class Plan(JsonProduct):
         """Decide the number of tokens of a text, within the model's positions, and then the number of texts."""
         plan = replace(self, length=self.resolved_length(positions))
         return replace(plan, texts=plan.resolved_texts)
+
+    @property
+    def distils(self) -> bool:
+        """Whether windows and slots stay as they were bought, and adapters learn to read with them."""
+        return self.trains and not self.may_hold_features
+
+    @property
+    def learnt_length(self) -> int:
+        """The tokens of a text to train on: short ones teach adapters, and need less memory."""
+        length = self.resolved_length(None)
+        return min(length, max(USUAL_LENGTH, BUDGETS_IN_GRAPH * (self.budget or 0))) if self.distils else length
+
+    @property
+    def texts_learnt(self) -> int:
+        """The number of texts of the run's length that hold those to train on."""
+        return -(-self.steps * self.batch // (self.resolved_length(None) // self.learnt_length))
 
     @property
     def drawn_tokens(self) -> int:
@@ -332,12 +349,12 @@ class Plan(JsonProduct):
         """The plan's rank of adapters, or the usual rank where there is nothing else to train; 0: none."""
         if self.lora is not None or self.loss in FORMER_LOSSES:
             return self.lora or 0
-        return ADAPTER_RANK if self.trains and not self.may_hold_features else 0
+        return ADAPTER_RANK if self.distils else 0
 
     @property
     def changes_weights(self) -> bool:
         """Whether training changes the teacher's weights, as it must where there are no features."""
-        return bool(self.resolved_lora) or (self.trains and not self.may_hold_features)
+        return bool(self.resolved_lora) or self.distils
 
     @property
     def texts_measured(self) -> int:

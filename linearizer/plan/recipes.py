@@ -98,6 +98,12 @@ RECIPES: Mapping[str, Recipe] = {
         "what each head costs the model",
         "ours: every KV head a window, or a window with slots, in 4 to 8 bits a number, by its price; no training",
     ),
+    "distilled": Recipe(
+        "what each head costs the model, then distilled",
+        "ours: as best; then adapters on q, k, v and o learn from the teacher’s logits, end to end, and stay if the "
+        "student is better with them on other texts",
+        {"steps": 100},
+    ),
     "windows": Recipe("windows alone, by their prices", "as best, without slots", {"strategy": "windows"}),
     "features": Recipe(
         "degrees of freedom, trained features",

@@ -258,11 +258,12 @@ class CausalCard(Card):
 
     @property
     def weight_change(self) -> str:
-        plan = self.run.plan
-        if not plan.changes_weights or not read_training(self.run).done:
+        plan, trained = self.run.plan, read_training(self.run)
+        if not plan.changes_weights or not trained.done or not trained.keeps_adapters:
             return ""
         if plan.resolved_lora:
-            return f"adapters of rank {plan.resolved_lora} on q, k, v and o were trained and merged into them"
+            gain = f" ({trained.gain_in_words})" * bool(trained.gain_in_words)
+            return f"adapters of rank {plan.resolved_lora} on q, k, v and o were trained and merged into them{gain}"
         return "two matrices of each layer were fitted to the teacher's outputs by least squares"
 
     def facts(self) -> dict[str, Any]:

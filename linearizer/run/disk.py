@@ -60,7 +60,7 @@ def resume_bytes(plan: Plan, inspection: Inspection) -> int:
         for layer in inspection.layers
         if layer.reads is None
     )
-    texts = length * (plan.steps * plan.batch + plan.texts_measured + plan.resolved_texts)
+    texts = length * (plan.texts_learnt + plan.texts_measured + plan.resolved_texts)
     return NUMBER * (samples + texts) + training_bytes(plan, inspection)
 
 

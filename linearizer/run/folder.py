@@ -414,6 +414,21 @@ class Trained:
 
     done: int
     asked: int
+    kl: tuple[float, float] | None = None  # of the student without adapters and with them, on texts kept from them
+
+    @property
+    def keeps_adapters(self) -> bool:
+        return self.kl is None or self.kl[1] < self.kl[0]
+
+    @property
+    def gain_in_words(self) -> str:
+        """What adapters gave, if that was measured."""
+        if self.kl is None:
+            return ""
+        without, with_them = self.kl
+        end = f" ({1 - with_them / without:.0%} less)" if self.keeps_adapters else ", and they are left out"
+        kl = f"a KL of {without:.4f} without them, and of {with_them:.4f} with them{end}"
+        return f"on texts that the adapters did not learn from the student has {kl}"
 
     @property
     def early(self) -> bool:
@@ -428,8 +443,11 @@ class Trained:
 def read_training(run: Run) -> Trained:
     """Read from the log of a run how its training ended."""
     ends = ends_of_phases(run)
-    done = sum(event["steps"] for event in ends.values())
-    return Trained(done, sum(int(event.get("asked") or event["steps"]) for event in ends.values()))
+    done, asked = (
+        sum(int(event.get(name) or event["steps"]) for event in ends.values()) for name in ("steps", "asked")
+    )
+    kl = next((tuple(event["kl"]) for event in ends.values() if event.get("kl")), None)
+    return Trained(done, asked, kl)
 
 
 def ends_of_phases(run: Run) -> dict[int, Event]:

@@ -16,6 +16,7 @@ from linearizer.errors import RequestError
 from linearizer.hub.weight_files import digest
 from linearizer.method.initialise import initialise
 from linearizer.method.recorder import samples_of
+from linearizer.method.texts import TextsOfRun
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.options import differences
 from linearizer.plan.plan import Plan
@@ -47,9 +48,11 @@ def distill(
     resume: bool = False,
     enough: Callable[[int], bool] = lambda step: False,
     ranks: Ranks = ALONE,
+    compared: torch.Tensor | None = None,
 ) -> Steps[TrainingResult]:
     """Train a student's feature maps; with a folder, a training that was stopped resumes where it stopped.
 
+    With texts to be `compared` on, which it does not learn from, adapters stay only if the student is better with them.
     Before each step `enough` receives the number of finished steps; returning true ends the training early. Several
     ranks call this together; rank 0 decides when it is enough, and writes into the folder.
     """
@@ -75,6 +78,10 @@ def distill(
             new_events += filter(None, [state.warning])
         try:
             yield from run_steps(trainer, events, new_events, enough, save)
+            kl = None if compared is None else ranks.hear(trainer.kl_of_adapters(compared))
+            if kl is not None and kl[1] >= kl[0]:
+                events.append(f"the adapters are left out: KL {kl[0]:.4f} without them, {kl[1]:.4f} with them")
+                remove_adapters(student, merge=False)
         except (GeneratorExit, KeyboardInterrupt) as end:
             # between two steps, where a generator is closed, the other ranks wait to hear whether it is enough
             between = type(end) is GeneratorExit and trainer.step < settings.steps
@@ -88,6 +95,7 @@ def distill(
         start={index: status.start for index, status in layers.items() if status.start is not None},
         end={index: status.recent for index, status in layers.items() if status.recent is not None},
         events=tuple(events),
+        kl=kl,
     )
 
 
@@ -167,7 +175,7 @@ def trainable_features(student: LinearizedForCausalLM, settings: TrainingSetting
 
 
 def train(
-    run: Run, student: LinearizedForCausalLM, allocation: Allocation, texts: torch.Tensor, ranks: Ranks = ALONE
+    run: Run, student: LinearizedForCausalLM, allocation: Allocation, texts: TextsOfRun, ranks: Ranks = ALONE
 ) -> Steps[None]:
     """Initialise the student from the profile's samples, and train it in the phases of the plan."""
     initialise(student, samples_of(run))
@@ -187,7 +195,7 @@ def train_phase(
     run: Run,
     student: LinearizedForCausalLM,
     settings: TrainingSettings,
-    texts: torch.Tensor,
+    texts: TextsOfRun,
     number: int,
     ranks: Ranks = ALONE,
 ) -> Steps[None]:
@@ -202,14 +210,16 @@ def train_phase(
         return step >= end or run.has_request("use")
 
     ranks.hear((TRAIN, number, begun))
-    steps = distill(student, texts, settings, folder=folder, resume=begun, enough=enough, ranks=ranks)
+    how: dict[str, Any] = {"resume": begun, "ranks": ranks, "compared": texts.compared if run.plan.distils else None}
+    steps = distill(student, texts.learnt, settings, folder=folder, enough=enough, **how)
     result = yield from log_progress(run, steps, YIELD_SECONDS if ranks.count == 1 else TOGETHER_SECONDS)
     run.log(EventName.DISTILLED, phase=number, asked=settings.steps, **asdict(result))
 
 
 def train_share(
-    run: Run, student: LinearizedForCausalLM, texts: torch.Tensor, number: int, begun: bool, ranks: Ranks
+    run: Run, student: LinearizedForCausalLM, texts: TextsOfRun, number: int, begun: bool, ranks: Ranks
 ) -> Steps[TrainingResult]:
     """Train this rank's share in a phase, from the same step as rank 0."""
     folder, settings = run.folder / "state" / "training" / str(number), training_settings(run.plan)[number]
-    return distill(student, texts, settings, folder=folder, resume=begun, ranks=ranks)
+    compared = texts.compared if run.plan.distils else None
+    return distill(student, texts.learnt, settings, folder=folder, resume=begun, ranks=ranks, compared=compared)

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearizer.errors import RequestError
 from linearizer.student.attention_interface import attention_modules
 from linearizer.teacher.layers import is_transposed, matrices
 
 NAME = "distillation"
 
 
-def check_peft(rank: int) -> None:
-    """Refuse adapters where the library that makes them is not installed."""
-    if rank and find_spec("peft") is None:
-        raise RequestError(f"lora={rank} needs peft: `pip install peft`, or train without adapters")
-
-
 def add_adapters(base: PreTrainedModel, rank: int, seed: int) -> None:
     """Add adapters, in fp32, to q, k, v and o of every layer that has a student; they start without effect."""
-    check_peft(rank)
     from peft import LoraConfig, inject_adapter_in_model
 
     names = {part: name for name, part in base.named_modules()}

@@ -119,6 +119,7 @@ class TrainingResult:
     start: Mapping[int, float]  # excess loss of each layer on the first batch
     end: Mapping[int, float]  # its running mean at the end
     events: tuple[str, ...]  # sentences about what went wrong
+    kl: tuple[float, float] | None = None  # without adapters and with them, on texts that they did not learn from
 
 
 def training_settings(plan: Plan) -> list[TrainingSettings]:

@@ -23,13 +23,14 @@ from torch import nn
 
 from linearizer.errors import FaultError
 from linearizer.hub.weight_files import read_tensors, write_tensors
+from linearizer.method.choose import in_float32
 from linearizer.plan.json_products import parse_json
 from linearizer.run.files import writing
 from linearizer.run.stopping import is_out_of_memory
 from linearizer.student.attention_interface import attention_modules
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.layers import featured, layer_number, output_projections
-from linearizer.teacher.logits import PROBE_TOKENS
+from linearizer.teacher.logits import PROBE_TOKENS, drawn_places
 from linearizer.teacher.observing import attending_as_teacher, observing
 from linearizer.teacher.ranks import ALONE, Ranks
 from linearizer.train.lora import without_adapters
@@ -207,6 +208,22 @@ class Trainer:
         loss = direct_loss(self.head, hidden, ids) if teacher is None else logits_loss(self.head, hidden, teacher)
         (loss * share).backward()
         return dict.fromkeys(self.active(), LayerLoss(loss.detach(), loss.detach()))
+
+    @torch.no_grad()
+    def kl_of_adapters(self, texts: torch.Tensor) -> tuple[float, float]:
+        """Measure the student's KL without its adapters and with them, at some places of texts."""
+        assert self.head is not None, "adapters are trained end to end"
+        ids, places, head = texts.to(self.device), drawn_places(texts.shape[1]), self.head
+
+        def rows() -> torch.Tensor:
+            return hidden_states(self.student, ids)[:, places.to(self.device)]
+
+        with without_denormals(), in_float32(self.student):
+            with without_adapters(self.student):
+                without = rows()
+                with attending_as_teacher(self.student):
+                    expected = rows()
+            return float(logits_loss(head, without, expected)), float(logits_loss(head, rows(), expected))
 
     def free_memory(self) -> None:
         """Free the memory of a step that ran out of it."""

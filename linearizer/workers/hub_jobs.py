@@ -251,7 +251,7 @@ def send_run(run: Run, account: Account, hub_job: HubJob) -> list[str]:
     account.send_folder(PACKAGE, f"{code}/linearizer", NO_CODE)
     if run.plan.model == "demo":
         account.send_folder(find_carried("assets/demo-model"), f"{code}/assets/demo-model", NO_CODE)
-    extra = ["peft"] * (run.plan.resolved_lora > 0) + ["gguf"] * (run.inspection.gguf is not None)
+    extra = ["gguf"] * (run.inspection.gguf is not None)
     install = INSTALL.format(packages=" ".join(job_requirements(*extra)))
     return ["sh", "-c", install, "job", "-c", BEGIN, account.bucket, run.id, hub_job.push or ""]
 

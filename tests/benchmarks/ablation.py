@@ -20,7 +20,7 @@ def without_far(student: LinearizedForCausalLM) -> Iterator[None]:
         for layer in student.students():
             for index, group in enumerate(layer.groups):
                 if group.merger is not None or (isinstance(group, FeatureGroup) and group.window):
-                    plain = HeadGroup(group.heads, HeadKind(group.window, bits=group.bits), group.sinks, 1, 1)
+                    plain = HeadGroup(group.heads, HeadKind(group.window, bits=group.bits), group.sinks, 8, 8)
                     plain.has_basis = group.has_basis
                     stack.enter_context(patch.dict(layer.groups._modules, {str(index): plain}))
         yield

@@ -79,7 +79,7 @@ def student_of(folder, given):
         finish(measure_teacher(run, teacher, texts))
         allocation = finish(allocate(run, teacher, texts))
         student = pipeline.begin_student(run, teacher, allocation)
-        finish(train(run, student, allocation, texts.learnt))
+        finish(train(run, student, allocation, texts))
     yield Setup(run, student.eval(), student, teacher.tokenizer, student, None, texts.judged)
 
 

@@ -191,8 +191,7 @@ def made(run, teacher, row):
         allocation = with_slots(allocation, layers)
     teacher.model.float()
     student = pipeline.begin_student(run, teacher, allocation)
-    texts = teacher_module.texts_of(plan, teacher, AHEAD // plan.resolved_length(None), None)
-    finish(distill.train(run, student, allocation, texts[: max(1, plan.steps * plan.batch)]))
+    finish(distill.train(run, student, allocation, TextsOfRun.of(run, teacher)))
     return student.eval(), allocation
 
 

@@ -7,13 +7,17 @@ from tests.benchmarks.rivals import RULES
 from tests.benchmarks.shares import ABOUT
 
 STEPS, MEMORY_STEPS = 60, 300  # of every recipe that trains; of memories alone
-OURS = {"best": "gain", "windows": "windows"}  # recipes of ours that prices decide, and their strategies
+OURS = {
+    "best": "gain",
+    "distilled": "gain",
+    "windows": "windows",
+}  # recipes of ours that prices decide, and their strategies
 SINKS = {"sinks": 4}  # as these recipes have it; where heads are priced the number is measured
 
 
 ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in which they are measured
     "best": ("best", {}),
-    "best, 100 steps of adapters": ("best", {"steps": 100}),
+    "distilled": ("distilled", {}),
     "best --may-grow": ("best", {"may_grow": True}),
     "best, 8 bits": ("best", {"bits": 8}),
     "best, 8 bits --may-grow": ("best", {"bits": 8, "may_grow": True}),
@@ -63,6 +67,7 @@ ROWS |= {
 
 PRICED_FEATURES = "every KV head a window, or a window with features, 8 bits a number, by its price"
 FORMER = {  # rows of methods that are gone, since they measured worse: name -> what they were
+    "best, 100 steps of adapters": "ours: as distilled, on longer texts, whatever the adapters gave",
     "best, 100 steps": "ours: as best; what layers write fitted to the teacher's by least squares, 100 steps",
     "gain-features": f"ours: {PRICED_FEATURES}; far fields trained layer by layer, {STEPS} steps",
     "gain-features --may-grow": f"ours: {PRICED_FEATURES}, or its whole cache; trained layer by layer, {STEPS} steps",
@@ -116,11 +121,9 @@ def describe_priced(row):
     held += ["its whole cache"] * changes.get("may_grow", False)
     parts = [f"ours: every KV head {', or '.join(held)}, {bits} a number, by its price"]
     parts += [f"priced for texts of {changes.get('target_length')} tokens"] * ("target_length" in changes)
-    steps = changes.get("steps")
-    if not steps:
-        parts.append("no training")
-    else:
-        parts.append(f"adapters trained on the teacher's logits, {steps} steps")
+    steps = {**RECIPES[recipe].choices, **changes}.get("steps")
+    learnt = f"adapters learn from the teacher's logits in {steps} steps, and stay where they help on other texts"
+    parts.append(learnt if steps else "no training")
     return "; ".join(parts)
 
 

@@ -248,7 +248,7 @@ class Bench:
         else:
             allocation = finish(allocate_run.allocate(run, teacher, texts))
         student = pipeline.begin_student(run, teacher, allocation)
-        finish(distill.train(run, student, allocation, texts.learnt))
+        finish(distill.train(run, student, allocation, texts))
         return student.eval(), allocation
 
     def measure_once(self, run, teacher, costs):

@@ -24,6 +24,15 @@ def test_no_step_reads_what_a_later_step_decides_or_judges_by(tmp_path, monkeypa
     assert not (texts.judged[:, None] == earlier).all(-1).any()
 
 
+def test_adapters_learn_from_short_pieces_of_texts_that_decide_nothing(tmp_path):
+    plan = Plan.of("best", model="demo", budget=8, texts=2, length=1024, steps=3)
+    texts = TextsOfRun.of(Run.create(tmp_path / "run", plan), load_teacher_of(plan), judged=1)
+    assert texts.learnt.shape == (6, 512) and plan.texts_learnt == 3
+    others = torch.cat([texts.compared.flatten(), texts.judged.flatten()]).unfold(0, 64, 1)
+    for piece in texts.learnt:
+        assert not (others == piece[100:164]).all(-1).any()
+
+
 def test_texts_are_joined_in_pairs_with_one_start_token_and_none_is_lost():
     windows = tokens(3, 40)
     windows[:, 0] = 1  # the start token

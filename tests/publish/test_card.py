@@ -95,6 +95,14 @@ def test_the_card_calls_a_student_finetuned_only_if_training_changed_the_teacher
     assert text.count(f"made from the teacher's: {change}.") == (2 if change else 0)
 
 
+@pytest.mark.parametrize("kl, said", [((0.04, 0.03), "0.0300 with them (25% less)"), ((0.03, 0.04), "unchanged")])
+def test_the_card_says_what_adapters_gave_and_calls_weights_unchanged_where_they_were_left_out(tmp_path, kl, said):
+    run = made(tmp_path / "run", plan=Plan.of("distilled", model="org/base@main", budget=64))
+    run.log("distilled", phase=0, asked=100, steps=100, kl=kl)
+    text = " ".join(card_of(run).write().split())
+    assert said in text and ("made from the teacher's" in text) == (said != "unchanged")
+
+
 def test_what_others_wrote_stays_text(tmp_path):
     plan = Plan(f"/home/someone/{HOSTILE}", budget=64, text=f"file:/home/someone/{HOSTILE}", device=HOSTILE)
     terms = {"license": HOSTILE, "license_link": f"javascript:{HOSTILE}", "language": [HOSTILE]}

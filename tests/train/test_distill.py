@@ -159,6 +159,21 @@ def test_merged_adapters_give_what_unmerged_ones_gave(family, monkeypatch):
         assert not torch.allclose(student(TEXT, use_cache=False).logits, teacher, atol=1e-3)  # they had an effect
 
 
+@pytest.mark.parametrize("rate, steps", [(3.0, 40), (300.0, 3)])
+def test_adapters_stay_only_where_the_student_is_better_with_them(rate, steps):
+    student = a_student(heads=[Head(window=4, slots=8), Head(window=6)])
+    before = weights(student)
+    how = TrainingSettings(loss="logits", lora=2, steps=steps, warmup=0, rate=rate, repeats=0.0)
+    trained = finish(distill(student, TEXT, how, compared=TEXT[:2]))
+    (without, with_them), after = trained.kl, weights(student)
+    if rate == 3.0:
+        assert with_them < without and not trained.events
+        assert not all(torch.equal(after[name], before[name]) for name in before)
+    else:
+        assert with_them > without and "left out" in trained.events[-1]
+        assert_equal_weights(after, before)
+
+
 def test_a_stopped_training_leaves_no_adapters():
     student = a_student()
     before = {name: tensor for name, tensor in weights(student).items() if "feature_map" not in name}
