@@ -24,10 +24,10 @@ import gradio as gr
 from linearizer.errors import LinearizerError, ModelNotAvailable, RequestError
 from linearizer.hub.jobs_api import Hardware
 from linearizer.hub.repository import Preview, Published
-from linearizer.page import chat as answers
-from linearizer.page import chats, limits, plan_cards, sending, zerogpu
+from linearizer.page import limits, plan_cards, sending, zerogpu
 from linearizer.page.calls import endpoint
-from linearizer.page.chats import Settings
+from linearizer.page.chat import answers, chats
+from linearizer.page.chat.chats import Settings
 from linearizer.page.planning import EFFORTS, ExaminedEncoder, examine_model, make_encoder_plan, make_plan
 from linearizer.page.visitors import Visitor, check_name, on_space
 from linearizer.plan.encoder_plan import EncoderInspection, EncoderPlan

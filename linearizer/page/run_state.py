@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from linearizer.method.decide import decidable
-from linearizer.page import cards, chat, plan_cards
+from linearizer.page import cards, plan_cards
+from linearizer.page.chat import answers
 from linearizer.page.visitors import is_example
 from linearizer.report import markup, plotly_charts
 from linearizer.report.head_needs import Measuring
@@ -199,8 +200,8 @@ def possible_actions(status: Status) -> dict[str, bool]:
         "pay": False,  # shown once resuming has asked for an agreement
         "use": training and cards.trains(status.run) and not status.run.has_request("use"),
         "student": status.run.checkpoint.is_dir(),
-        "compare": chat.has_student(status.run) and not status.run.is_encoder_run,
-        "pictures": chat.reads_pictures(status.run),
+        "compare": answers.has_student(status.run) and not status.run.is_encoder_run,
+        "pictures": answers.reads_pictures(status.run),
     }
 
 

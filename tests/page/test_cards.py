@@ -8,8 +8,9 @@ from importlib.util import find_spec
 
 import pytest
 
-from linearizer.page import cards, chat_cards, handlers, plan_cards, run_list
-from linearizer.page.chats import Chat, Message, Settings, Turn
+from linearizer.page import cards, plan_cards, result_step, run_list
+from linearizer.page.chat import cards as chat_cards
+from linearizer.page.chat.chats import Chat, Message, Settings, Turn
 from linearizer.page.visitors import example_folder
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
@@ -161,7 +162,7 @@ def test_two_runs_are_set_side_by_side_at_equal_lengths_alone(quick_run):
 
 def test_the_card_is_shown_as_the_hub_shows_it_before_it_is_sent(quick_run, root):
     shutil.copytree(quick_run, root / "run")
-    _, _, card, place, _ = handlers.preview_publication({"run": "run"}, None, None, "ann", "student", True)
+    _, _, card, place, _ = result_step.preview_publication({"run": "run"}, None, None, "ann", "student", True)
     facts, _, text = card.partition("```\n")
     assert (
         facts.startswith("```yaml\n")

@@ -7,9 +7,11 @@ import pytest
 from PIL import Image
 
 from linearizer import pipeline
-from linearizer.page import chat, chat_cards, chats, compare, plan_handlers, planning
+from linearizer.page import plan_form, planning
 from linearizer.page.calls import Browser
-from linearizer.page.chats import Message, Settings
+from linearizer.page.chat import answers, chats, compare
+from linearizer.page.chat import cards as chat_cards
+from linearizer.page.chat.chats import Message, Settings
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
@@ -52,7 +54,7 @@ def visitor(whole_run, monkeypatch):
 
 
 def said(visitor, message, settings=Settings(), name="talk"):  # noqa: B008
-    return list(chat.compare_models(visitor, "run", message, 5, 0, False, settings, name))
+    return list(answers.compare_models(visitor, "run", message, 5, 0, False, settings, name))
 
 
 def texts(values):
@@ -98,8 +100,8 @@ def test_a_plan_that_leaves_pictures_out_is_judged_by_the_text_tower(whole_run, 
     assert chosen.part_for(whole).reads_pictures and not chosen.part_for(text).reads_pictures
     assert chosen.forecast(text).memory_bytes < chosen.forecast(whole).memory_bytes
     assert planning.examine_model(find_visitor(), "demo").tower is None
-    place = plan_handlers.FORM.index("text_only")
-    forms = [plan_handlers.show_form(512, None, pictures=reads)[place]["visible"] for reads in (True, False)]
+    place = plan_form.FORM.index("text_only")
+    forms = [plan_form.show_form(512, None, pictures=reads)[place]["visible"] for reads in (True, False)]
     assert forms == [True, False]
 
 

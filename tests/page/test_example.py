@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from linearizer.errors import RequestError
-from linearizer.page import actions, chat, chats, plan_cards, planning, run_state
-from linearizer.page.chats import Message
+from linearizer.page import actions, plan_cards, planning, run_state
+from linearizer.page.chat import answers, chats
+from linearizer.page.chat.chats import Message
 from linearizer.page.visitors import EXAMPLE_NAME, example_folder, find_visitor
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.verdict import of_subject
@@ -69,9 +70,9 @@ def test_the_example_opens_in_every_step_and_nothing_changes_it(visitor):
 def test_the_examples_student_is_made_again_in_memory_and_compares_as_it_was_judged(visitor):
     before = {path.name: path.read_bytes() for path in example_folder().iterdir()}
     example = visitor.find_run(EXAMPLE_NAME)
-    prompt, state = chat.make_memory_prompt(visitor, EXAMPLE_NAME, chat.PASSAGE, 16)
+    prompt, state = answers.make_memory_prompt(visitor, EXAMPLE_NAME, answers.PASSAGE, 16)
     assert state == example.plan.budget and prompt.distance > 5 * state
-    *_, (_, last) = chat.compare_models(visitor, EXAMPLE_NAME, Message(prompt.text), 16, 0, False)
+    *_, (_, last) = answers.compare_models(visitor, EXAMPLE_NAME, Message(prompt.text), 16, 0, False)
     assert last.teacher.text and last.student.text and last.window.text
     own, judged = chats.LOADED[0], example.results["language"]
     texts, logits = read_texts("builtin", own.tokenizer, 256, 4), {}
@@ -84,7 +85,7 @@ def test_the_examples_student_is_made_again_in_memory_and_compares_as_it_was_jud
     with pytest.raises(
         RequestError, match="does not fit: there is room for 496, beside the 16 to write: give a shorter"
     ):
-        next(chat.compare_models(visitor, EXAMPLE_NAME, Message("word " * 600), 16, 0, False))
+        next(answers.compare_models(visitor, EXAMPLE_NAME, Message("word " * 600), 16, 0, False))
     assert {path.name: path.read_bytes() for path in example_folder().iterdir()} == before
 
 

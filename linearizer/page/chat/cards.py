@@ -14,8 +14,8 @@ import gradio as gr
 
 from linearizer.amounts import size
 from linearizer.errors import RequestError
-from linearizer.page import chats
-from linearizer.page.chats import Chat, Message
+from linearizer.page.chat import chats
+from linearizer.page.chat.chats import Chat, Message
 from linearizer.report.markup import message_box, values_list
 
 if TYPE_CHECKING:

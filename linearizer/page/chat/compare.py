@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import gradio as gr
 
 from linearizer.errors import LinearizerError, RequestError
-from linearizer.page import actions, chat, chats, sending
+from linearizer.page import actions, sending
 from linearizer.page.calls import ONCE, QUICK, SLOW, Browser, handler
-from linearizer.page.chat_cards import (
+from linearizer.page.chat import answers, chats
+from linearizer.page.chat.cards import (
     COLUMNS,
     HEADS,
     columns_of,
@@ -31,7 +32,7 @@ from linearizer.page.chat_cards import (
     take_picture,
     turn_note,
 )  # fmt: skip
-from linearizer.page.chats import Chat, Key, Message, Settings
+from linearizer.page.chat.chats import Chat, Key, Message, Settings
 from linearizer.report.markup import message_box
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def place(ui: SimpleNamespace) -> None:
     )
     ui.drafted, ui.drafts = gr.State(()), gr.HTML(elem_id="drafts")
     with gr.Row(elem_id="prompts", elem_classes="lz-chips"):
-        titles = (*chat.SAMPLE_PROMPTS, *chat.MEMORY_PROMPTS)
+        titles = (*answers.SAMPLE_PROMPTS, *answers.MEMORY_PROMPTS)
         ui.prompts = {title: gr.Button(title, size="sm", min_width=90) for title in titles}
     with gr.Row(elem_id="chat-acts"):
         ui.compare = gr.Button("Send", variant="primary", elem_id="compare", interactive=False, min_width=120)
@@ -173,8 +174,8 @@ def send(
     """Show a message at once, and let it wait for its turn; refuse one that no model can answer."""
     message = Message(prompt or "", answer, pictures=tuple(pictures or ()))
     try:
-        chat.require_student(browser.find_run())
-        chat.check_message(message, *read_how(tokens, seed, sample)[:2])
+        answers.require_student(browser.find_run())
+        answers.check_message(message, *read_how(tokens, seed, sample)[:2])
         chats.ask(key := key_of(browser), message)
     except LinearizerError as error:
         return update(prompt=prompt or "", chat_note=message_box(str(error), "bad"))
@@ -242,7 +243,7 @@ def show_answers(
     turn: Comparison | None = None
     talk = chats.look_up(key)
     before = talk.tokens if talk else 0
-    for talk, news in chat.compare_models(browser.visitor, browser.run_name, message, *how, settings, NAME):
+    for talk, news in answers.compare_models(browser.visitor, browser.run_name, message, *how, settings, NAME):
         if isinstance(news, StateSizes):
             heads = heads_of_reading(news, 0 if news.again else before)
             yield update(**heads, chat_note=reading_note(news, "the prompt"))
@@ -262,7 +263,7 @@ def read_file(browser: Browser, path: str | None, *manner: Any) -> Iterator[list
 
     text, key = take_text(path), key_of(browser)
     yield update(**columns_of(Chat(Settings()), []), chat_note=message_box(LOADING))
-    for _, news in chat.read_document(browser.visitor, browser.run_name, text, read_settings(*manner), NAME):
+    for _, news in answers.read_document(browser.visitor, browser.run_name, text, read_settings(*manner), NAME):
         assert isinstance(news, StateSizes), "nothing is written"
         yield update(**heads_of_reading(news, 0), chat_note=reading_note(news, "the document"))
     if (talk := chats.look_up(key)) is not None and talk.document is not None:
@@ -273,7 +274,7 @@ def read_file(browser: Browser, path: str | None, *manner: Any) -> Iterator[list
 def save_state(browser: Browser) -> tuple[str, str]:
     """Return the address of the student's state, which the browser then fetches, or say why there is none."""
     try:
-        path = chat.save_state(browser.visitor, browser.run_name, NAME)
+        path = answers.save_state(browser.visitor, browser.run_name, NAME)
     except LinearizerError as error:
         return "", message_box(str(error), "bad")
     return sending.offer_state(browser.find_run(), path), ""
@@ -288,7 +289,7 @@ def load_state(browser: Browser, path: str | None, *manner: Any) -> Iterator[lis
     key, file = key_of(browser), chats.fresh_file()
     try:
         shutil.move(path or os.devnull, file)
-        for _, news in chat.load_state(browser.visitor, browser.run_name, file, read_settings(*manner), NAME):
+        for _, news in answers.load_state(browser.visitor, browser.run_name, file, read_settings(*manner), NAME):
             assert isinstance(news, StateSizes), "nothing is written"
             note = message_box(f"The student remembers {news.tokens:,} tokens. Now ask about them.")
             yield update(**show(key) | heads_of_reading(news, 0), chat_note=note)
@@ -330,9 +331,9 @@ def take_prompt(title: str) -> Any:
 
     @handler
     def take(browser: Browser, tokens: float) -> list[Any]:
-        if title in chat.SAMPLE_PROMPTS:
-            return update(prompt=chat.SAMPLE_PROMPTS[title], answer="")
-        prompt, state = chat.make_memory_prompt(browser.visitor, browser.run_name, title, int(tokens or 0))
+        if title in answers.SAMPLE_PROMPTS:
+            return update(prompt=answers.SAMPLE_PROMPTS[title], answer="")
+        prompt, state = answers.make_memory_prompt(browser.visitor, browser.run_name, title, int(tokens or 0))
         actions.end_chat(browser.visitor, browser.run_name, NAME)
         note = (
             f"It continues with a text that stands about {prompt.distance:,} tokens back: “{prompt.answer}”. The "
