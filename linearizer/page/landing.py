@@ -104,7 +104,7 @@ def read_model() -> RealModel:
     return RealModel.from_json(FILE.read_text(encoding="utf-8"))
 
 
-def choose_model(ui: SimpleNamespace) -> None:
+def place(ui: SimpleNamespace) -> None:
     gr.HTML(hero_html(), elem_id="hero")
     with gr.Row(elem_classes="lz-pick"):
         look: dict[str, Any] = {"allow_custom_value": True, "elem_id": "model", "scale": 3, "min_width": 300}
@@ -123,7 +123,7 @@ def choose_model(ui: SimpleNamespace) -> None:
     gr.HTML(f'<p class="lz-links">{link}</p>{real_model_html()}', elem_id="gain")
 
 
-def wire_model(ui: SimpleNamespace) -> None:
+def wire(ui: SimpleNamespace) -> None:
     parts = {**vars(ui), **ui.encoder_fields, "text_only": ui.fields["text_only"]}
     outputs = [ui.model_card, ui.inspection, ui.to_budget, ui.step_2, *(parts[name] for name in plan_form.FORM)]
     ui.model.key_up(search_models, ui.memory, ui.model, **{**QUICK, "trigger_mode": "always_last"})

@@ -48,7 +48,7 @@ ABOUT_EFFORT = (
 )
 
 
-def choose_plan(ui: SimpleNamespace) -> None:
+def place(ui: SimpleNamespace) -> None:
     """Place the budget, its forecast, and Start; all other choices are folded."""
     ui.plan_lead = lead(*LEADS["causal"])
     with gr.Row():
@@ -117,7 +117,7 @@ def place_job(ui: SimpleNamespace) -> None:
             ui.start_job = gr.Button("Agree, and begin the job", variant="primary", elem_id="job-start")
 
 
-def wire_plan(ui: SimpleNamespace) -> None:
+def wire(ui: SimpleNamespace) -> None:
     form = [ui.budget, ui.effort, ui.may_grow, ui.way, ui.listed, *ui.fields.values(), *ui.encoder_fields.values()]
     choices, changed = [ui.inspection, *form], [ui.inspection, *form[1:]]
     outputs = [ui.budget_card, ui.forecast, ui.effort, ui.way, ui.listed, ui.command, ui.plan]

@@ -20,7 +20,7 @@ from linearizer.report.parts import PART_VIEWS
 SPEED_SECONDS = 5.0  # that a measurement of speed may take: visitors wait for it
 
 
-def result_step(ui: SimpleNamespace) -> None:
+def place(ui: SimpleNamespace) -> None:
     gr.HTML('<h2 class="lz-lead">Result</h2>')
     with gr.Row(elem_id="next"):
         ui.to_chat = gr.Button("Chat with it", variant="primary", visible=False, elem_id="to-chat")
@@ -83,12 +83,10 @@ def place_publishing(ui: SimpleNamespace) -> None:
         ui.snippet = gr.Code("", language="python", label="Load it anywhere", visible=False, elem_id="snippet")
 
 
-def wire_evaluate(ui: SimpleNamespace) -> None:
+def wire(ui: SimpleNamespace) -> None:
+    """Connect publishing, the download and evaluations."""
     choices = [ui.parts, ui.part_texts, ui.part_tasks, ui.part_limit]
     ui.evaluate.click(start_evaluation, [ui.memory, *choices], ui.timer, **ONCE)
-
-
-def wire_publish(ui: SimpleNamespace) -> None:
     owned, noted = [ui.owner, ui.repo, ui.preview_note], {"show_progress_on": ui.preview_note}
     ui.publish_part.expand(list_owners, ui.memory, owned, **SLOW, **noted)
     target = [ui.memory, ui.owner, ui.repo, ui.private]

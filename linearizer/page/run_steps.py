@@ -51,38 +51,13 @@ POLL_SECONDS = 3.0  # between two polls of a live run
 PLOTS = ("curves", "losses")
 TEXTS = ("verdict", "usage")
 LOCKED = {"compare": gr.Button, "file": gr.UploadButton, "branch": gr.Button}  # until a step of the run is reached
-OFFERS = {
-    "download": "student",
-    "to_chat": "compare",
-    "to_publish": "student",
-    "picture": "pictures",
-}  # what each needs
-TABS = ("step_2", "step_3", "step_4", "step_5", "step_6")
-PLACES = ("colour", "awaited", "all")
-PARTS = tuple(f"{part}_{piece}" for part in PART_VIEWS for piece in ("place", "tables", "chart"))
+OFFERS = {"download": "student", "to_chat": "compare", "to_publish": "student", "picture": "pictures"}  # with needs
 CAUSAL_TABS = ("step_3", "step_6")  # not for encoders
-CHOSEN = ("model_choice", "model_of_run", "run_model", "plan_choice", "plan_of_run", "run_plan")
-OUTPUTS = (  # of draw_changes: the names of parts of the page
-    *(
-        "seen",
-        "timer",
-        "walk",
-        "note",
-        "needs",
-        "held",
-        "other",
-        "other_card",
-        "sent",
-        "snippet",
-        "evaluate",
-        "stop_evaluating",
-    ),
-    *(*RUN_ACTIONS, *OFFERS, *PLOTS, *TEXTS, *LOCKED, *TABS, *PLACES, *PARTS, *CHOSEN, *compare.OUTPUTS),
-)
+TABS = ("step_2", "step_3", "step_4", "step_5", "step_6")
 POLLED_PIECES = ("card", "training", "evaluating card")  # that poll_run sends itself
 
 
-def run_above_steps(ui: SimpleNamespace) -> None:
+def place_run(ui: SimpleNamespace) -> None:
     """Place the state of a run and the actions on it above the steps, where every screen shows them."""
     ui.run_card = gr.HTML(elem_id="run-card")
     names = {"stop": "Stop", "use": "End training now", "resume": "Resume", "pay": "Agree, and begin another job"}
@@ -92,7 +67,7 @@ def run_above_steps(ui: SimpleNamespace) -> None:
             setattr(ui, name, gr.Button(title, visible=False, elem_id=name, **look))
 
 
-def profile_step(ui: SimpleNamespace) -> None:
+def place_measuring(ui: SimpleNamespace) -> None:
     about = (
         "A head is a part of the model that looks back at earlier tokens. The original model, the teacher, reads text, "
         "and each head is measured."
@@ -111,7 +86,7 @@ def profile_step(ui: SimpleNamespace) -> None:
     ui.branch = gr.Button("Start a run with this budget, without measuring again", elem_id="branch", interactive=False)
 
 
-def distil_step(ui: SimpleNamespace) -> None:
+def place_training(ui: SimpleNamespace) -> None:
     lead(
         "Training the student",
         "Features learn from the teacher's queries, keys and values, one layer at a time. Without features, the "
@@ -126,7 +101,7 @@ def watch_outputs(ui: SimpleNamespace) -> list[Any]:
     return [getattr(ui, name) for name in WATCHED_PARTS]
 
 
-def wire_run(ui: SimpleNamespace, opened: Any) -> None:
+def wire(ui: SimpleNamespace, opened: Any) -> None:
     """Connect the parts that show a run: the page polls when it is opened, and then at every tick."""
     outputs = [getattr(ui, name) for name in OUTPUTS]
     card_outputs = [ui.run_card, ui.training, ui.evaluating, ui.mark]
@@ -310,15 +285,19 @@ def show_attached(run: Run | None) -> dict[str, Any]:
 
 def show_nothing() -> dict[str, Any]:
     """Empty the parts that show a run."""
-    updates: dict[str, Any] = dict.fromkeys((*PLOTS, "needs", "held")) | dict.fromkeys(
-        (*TEXTS, "other_card", "sent"), ""
-    )
+    updates: dict[str, Any] = dict.fromkeys((*PLOTS, "needs", "held"))
+    updates |= dict.fromkeys((*TEXTS, "other_card", "sent"), "")
     updates |= {name: gr.update(visible=False) for name in (*RUN_ACTIONS, *OFFERS)}
     updates |= {name: part(interactive=False) for name, part in LOCKED.items()}
     updates |= {"evaluate": gr.Button(interactive=False), "stop_evaluating": gr.Button(visible=False)}
     for part in PART_VIEWS:
         updates |= {f"{part}_place": gr.Column(visible=False), f"{part}_tables": "", f"{part}_chart": None}
     return {**updates, "seen": {}, "timer": gr.Timer(IDLE_POLL_SECONDS), "snippet": gr.Code(visible=False)}
+
+
+OTHERS = ("walk", "note", "other", "colour", "awaited", "all")
+# Of draw_changes: the names of parts of the page.
+OUTPUTS = (*show_nothing(), *show_attached(None), *OTHERS, *compare.OUTPUTS)
 
 
 def draw_heads(draw: Callable[[], tuple[str, str]]) -> dict[str, Any]:

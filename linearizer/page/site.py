@@ -29,25 +29,22 @@ from linearizer.page import (
     run_steps,
     sending,
 )
-from linearizer.page.calls import QUICK, Browser, Memory, begin_import, handler
+from linearizer.page.calls import QUICK, Browser, Memory, add_endpoint, begin_import, handler
 from linearizer.page.chat import compare
-from linearizer.page.landing import wire_model
 from linearizer.page.layout import browser_memory, show_note
-from linearizer.page.plan_step import wire_plan
-from linearizer.page.result_step import wire_evaluate, wire_publish
 from linearizer.page.run_list import runs_page
-from linearizer.page.run_steps import IDLE_POLL_SECONDS, SOON_SECONDS, wire_run
+from linearizer.page.run_steps import IDLE_POLL_SECONDS, SOON_SECONDS
 from linearizer.page.visitors import MIN_SECRET_CHARACTERS, on_space
 from linearizer.report import markup
 from linearizer.serve import guards
 from linearizer.serve.server import HOST, LOCAL_HOSTS, address, check_key
 
 STEPS: dict[str, Callable[[SimpleNamespace], None]] = {
-    "Model": partial(layout.place_choice, "model", landing.choose_model),
-    "Budget": partial(layout.place_choice, "plan", plan_step.choose_plan),
-    "Measure": run_steps.profile_step,
-    "Train": run_steps.distil_step,
-    "Result": result_step.result_step,
+    "Model": partial(layout.place_choice, "model", landing.place),
+    "Budget": partial(layout.place_choice, "plan", plan_step.place),
+    "Measure": run_steps.place_measuring,
+    "Train": run_steps.place_training,
+    "Result": result_step.place,
     "Compare": compare.place,
 }
 HERE = Path(__file__).parent
@@ -76,7 +73,7 @@ def build() -> gr.Blocks:
         ui.address = gr.Textbox(visible="hidden", label="run in the address")
         ui.timer = gr.Timer(1.0, active=False)
         layout.header()
-        run_steps.run_above_steps(ui)
+        run_steps.place_run(ui)
         ui.note = gr.HTML(visible="hidden", elem_id="note")
         parameters = inspect.signature(gr.Tabs).parameters  # without wrapping, a menu hides the steps that do not fit
         wrap: dict[str, Any] = {"overflow_behavior": "wrap"} if "overflow_behavior" in parameters else {}
@@ -88,7 +85,9 @@ def build() -> gr.Blocks:
                     place(ui)
                 ui.pages.append(page)
                 setattr(ui, f"step_{number}", page)
-        actions.add_endpoints()  # before handlers with the same names, or Gradio would number the endpoints
+        for action in actions.ENDPOINTS:  # before handlers with the same names, or Gradio would number the endpoints
+            once = action in actions.ONE_AT_A_TIME
+            add_endpoint(action, action not in actions.WITHOUT_SECRET, 1 if once else 4)
         wire(site, ui)
     with site.route("Runs", "/runs") as runs:
         runs_page(runs)
@@ -104,12 +103,9 @@ def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
     ui.memory.change(None, ui.memory, None, js="keepInAddress", **QUICK)
     for number, page in enumerate(ui.pages, 1):
         page.select(None, None, ui.at, js=f"() => focusStep({number})", **QUICK)
-    wire_model(ui)
-    wire_plan(ui)
-    wire_run(ui, opened)
-    compare.wire(ui)
-    wire_publish(ui)
-    wire_evaluate(ui)
+    run_steps.wire(ui, opened)
+    for step in (landing, plan_step, result_step, compare):
+        step.wire(ui)
 
 
 @handler

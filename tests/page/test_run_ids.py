@@ -54,8 +54,8 @@ def test_a_run_that_is_named_as_a_deleted_one_was_shows_and_compares_its_own(
     new = run_state.read_pieces(run, 60.0)
     assert "verdict" not in new and "curves" not in new and new["id"].mark != seen["id"]
     monkeypatch.setattr(calls, "identify_visitor", lambda *_: someone)
-    drawn = run_steps.draw_changes({"run": "demo-64"}, None, None, seen, 3.0, False, False)[0]
-    assert set(drawn) == set(new)  # nothing of the first is taken as shown
+    drawn = run_steps.draw_changes({"run": "demo-64"}, None, None, seen, 3.0, False, False)
+    assert set(drawn[run_steps.OUTPUTS.index("seen")]) == set(new)  # nothing of the first is taken as shown
 
     control.delete(run)
     run = Run(shutil.copytree(trained_run, tmp_path / "demo-64"))
