@@ -79,10 +79,15 @@ def test_a_model_that_writes_nothing_ended_at_once():
 
 def test_what_the_others_write_as_the_teacher_does_is_told_in_one_line():
     teacher, student, window = (replace(side(8, 50.0), text="a b c"), *[replace(side(8, 50.0), text="a <d>")] * 2)
-    student = replace(student, difference=Difference(2, "a ", "b", "<d>"))
+    student = replace(student, difference=Difference(2, "a ", "b", "<d>", ((0.5, 0.25), (0.125, 0.75))))
     now = Comparison("Hi", 2, teacher, student, window)
     note = chat_cards.turn_note(now)
-    assert "the student 2 of 8 (25%), the window 8 of 8 (100%). Then the student writes “‹d›” in place of “b”." in note
+    assert (
+        "the student 2 of 8 (25%), the window 8 of 8 (100%). At token 3 the teacher writes “b”, the student “‹d›”"
+        in note
+    )
+    assert "the teacher gives these 50.0% and 25.0%, the student 12.5% and 75.0%." in note
+    assert "the teacher gives these" in chat_cards.turn_note(now, "a b")  # beside what is right, too
     assert messages_of(now)[1] == "a <d>"  # as it was written, so that it is copied so
 
 

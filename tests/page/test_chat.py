@@ -124,6 +124,7 @@ def test_messages_wait_in_view_and_all_turns_stay_also_on_a_page_that_is_opened_
     *_, end = answering_later
     kept = compare.show_kept(Browser(MEMORY))
     assert kept["student"] == shown(end)["student"] and column(end)[::2] == ["Where?", "When?"]
+    assert kept["chat_note"] == shown(end)["chat_note"]
     assert all(column(end)[1::2]) and "memory at" in kept["student_head"]
     assert list(compare.answer(MEMORY, None, None, 4, 0, False, True, "", True)) == [compare.update()]
 

@@ -156,9 +156,16 @@ def show_kept(browser: Browser, another: bool = False) -> dict[str, Any]:
     """Show the chat of a run that is opened; without one, only that of `another` run is emptied."""
     with suppress(LinearizerError):  # the visitor may be unknown, and has none
         key = key_of(browser)
-        if another or chats.look_up(key) or chats.asked(key):
-            return show(key)
+        if (talk := chats.look_up(key)) or another or chats.asked(key):
+            return show(key) | {"chat_note": last_note(talk)}
     return {}
+
+
+def last_note(talk: Chat | None) -> str:
+    """Compare the answers to the last message; a student that answers alone is compared with none."""
+    if talk is None or talk.state or not talk.turns:
+        return ""
+    return turn_note(talk.turns[-1].answers, talk.turns[-1].message.answer)
 
 
 def draft(pictures: Sequence[bytes]) -> dict[str, Any]:
@@ -252,8 +259,7 @@ def show_answers(
                 chats.take_asked(key)
             turn = news
             yield update(**columns_of(talk, chats.asked(key)), **heads_of(talk), chat_note="")
-    note = "" if turn is None or talk is None or talk.state else turn_note(turn, message.answer)
-    yield update(**show(key), **({} if turn is None else {"chat_note": note}))
+    yield update(**show(key), **({} if turn is None else {"chat_note": last_note(talk)}))
 
 
 @handler
