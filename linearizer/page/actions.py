@@ -98,6 +98,7 @@ def estimate_run(
 ) -> dict[str, Fact]:
     """Forecast a run: seconds, bytes of memory, disk and download, its plan, and the command line that does the same.
 
+    least and most: seconds by your last runs of this model, which correct the forecast; null: there are none.
     budget: {budget}. effort: {efforts}. options: {plan}.
     """
     plan = make_plan(model, budget, effort, options or {})
@@ -108,7 +109,7 @@ def estimate_run(
         )
     examined.inspection.require_support()
     examined.check(plan)
-    return {**asdict(examined.forecast(plan)), "command": plan.command(), "plan": asdict(plan)}
+    return {**asdict(examined.with_runs(visitor).forecast(plan)), "command": plan.command(), "plan": asdict(plan)}
 
 
 def start_run(visitor: Visitor, model: str, budget: int = 256, effort: str = "Quick", options: Options = None) -> str:

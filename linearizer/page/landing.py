@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from html import escape
 from pathlib import Path
@@ -176,9 +176,8 @@ def show_model(browser: Browser, model: str | None, budget: float | None) -> tup
     card, inspection = plan_cards.model_card(examined.inspection), examined.inspection
     if not inspection.supported:
         return show(card)
-    priced = planning.find_priced(browser.visitor, inspection)
     form = show_form(inspection.max_positions, budget, pictures=inspection.reads_pictures)
-    return show(card, replace(examined, priced=priced), form)
+    return show(card, examined.with_runs(browser.visitor), form)
 
 
 def hero_html() -> str:

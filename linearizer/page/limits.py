@@ -286,14 +286,16 @@ def enforce_limit(status: control.Status, now: float) -> None:
 
 
 def worked_since(status: control.Status) -> float:
-    """Return the time at which a run, or its evaluation, started after it was last queued."""
-    begun = status.begun
+    """Return the time at which a run, or its evaluation, started after it was last queued, without its pauses."""
+    begun, waited = status.begun, 0.0
     for event in filter(status.run.owns_event, events.newest_events(status.run.log_file)):
         if event["event"] == EventName.STARTED:
             begun = event["time"]
+        elif event["event"] == EventName.WAITED:
+            waited += event["seconds"]
         elif event["event"] == EventName.QUEUED:
             break
-    return begun
+    return begun + waited
 
 
 def guard_runs() -> None:

@@ -162,7 +162,7 @@ def forecast_card(machine: Machine | None, forecast: RunForecast) -> str:
     """Describe what a run takes, and whether it fits; a machine of None: a GPU that is lent only during the work."""
     load = f"{size(forecast.download_bytes)} to download" if forecast.download_bytes else "nothing to download"
     needs = f"about {size(forecast.memory_bytes)} of memory and {size(forecast.disk_bytes)} of disk"
-    takes = f"it takes {needs}, and about {duration(forecast.seconds)}; {load}."
+    takes = f"it takes {needs}, and {time_forecast(forecast)}; {load}."
     if machine is None:
         return message_box(f"On a CPU {takes} The run is faster than that, on a GPU that is lent for a while.")
     if machine.fits(forecast):
@@ -172,6 +172,18 @@ def forecast_card(machine: Machine | None, forecast: RunForecast) -> str:
         f"Does not fit: it takes {needs}, and {size(machine.free_memory)} of memory and {size(machine.free_disk)} "
         f"of disk are free. Make room, ask for {cuts} (under Advanced) or a smaller model, or use another machine.",
         "bad",
+    )
+
+
+def time_forecast(forecast: RunForecast) -> str:
+    """Say how long a run takes, and how sure that is."""
+    seconds, least, most = (
+        None if x is None else duration(x) for x in (forecast.seconds, forecast.least, forecast.most)
+    )
+    if least is None:
+        return f"about {seconds}, as this machine’s speed promises"
+    return (
+        f"{least} to {most}, as this model’s last runs did" if least != most else f"about {most}, as its last run did"
     )
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from linearizer.plan.encoder_plan import EncoderInspection
     from linearizer.plan.inspection import Inspection
     from linearizer.workers.forecast import Machine, RunForecast, Speeds
+    from linearizer.workers.past_runs import PastRuns
 
 EFFORTS = {  # sizes of the measurement that replace the plan's, and the share of its training steps
     "Try it": ({"texts": 2, "length": 256}, 1 / 6),
@@ -42,6 +43,7 @@ class Examined:
     download: int
     priced: Run | None = None  # a run of the same model whose heads have prices
     tower: Inspection | None = None  # of its text tower, if the whole model reads pictures
+    past: PastRuns | None = None  # of the same model
 
     @property
     def positions(self) -> int:
@@ -65,10 +67,20 @@ class Examined:
         return self.tower if plan.text_only and self.tower is not None else self.inspection
 
     def forecast(self, plan: Plan) -> RunForecast:
-        """Forecast seconds, memory and disk of a plan on this machine, whose speed is measured once."""
+        """Forecast seconds, memory and disk of a plan on this machine; what runs of the model took corrects it."""
         from linearizer.workers import forecast
 
-        return forecast.forecast_run(plan, self.part_for(plan), speeds_of(plan), self.download)
+        result = forecast.forecast_run(plan, self.part_for(plan), speeds_of(plan), self.download)
+        return self.past.correct(result) if self.past else result
+
+    def with_runs(self, visitor: Visitor) -> Examined:
+        """Return the same with what a visitor's runs of this model tell: their prices, and how long they took."""
+        from linearizer.workers.past_runs import PastRuns
+
+        past = None
+        with suppress(LinearizerError):  # the visitor may be unknown
+            past = None if zerogpu.on_zerogpu() else PastRuns.of(visitor.home, self.inspection, speeds_of)
+        return replace(self, priced=find_priced(visitor, self.inspection), past=past)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +110,7 @@ class ExaminedEncoder:
 
 
 def speeds_of(plan: Plan | EncoderPlan) -> Speeds:
-    """Measure, once, the device that a plan runs on here; on ZeroGPU, which has no device yet, the CPU."""
+    """Measure the device that a plan runs on here; on ZeroGPU, which has no device yet, the CPU."""
     from linearizer.teacher import devices
     from linearizer.workers import forecast
 

@@ -22,7 +22,7 @@ from linearizer.report import markup, plotly_charts
 from linearizer.report.head_needs import Measuring
 from linearizer.report.parts import PART_VIEWS
 from linearizer.run import events
-from linearizer.run.events import Event, EventName
+from linearizer.run.events import Event, EventName, WorkTime
 from linearizer.run.folder import Run
 from linearizer.run.measured import CANDIDATES
 from linearizer.run.results import Part
@@ -32,7 +32,6 @@ from linearizer.workers.control import LIVE, Status
 MAX_AGE_SECONDS = 2.0  # of pieces that are sent again without reading the run
 CURVE_SECONDS = 2.5  # between two drawings of a curve that grows
 MAX_WATCHED_RUNS = 64  # whose pieces are kept
-OVER = (EventName.DONE, EventName.STOPPED, EventName.FAILED)
 PART_PREFIX = "part "  # begins the name of a piece that shows a part of an evaluation
 
 
@@ -54,8 +53,7 @@ class RunState:
         self.begin, self.ends = 0, dict[int, int]()  # in this list: of the current loss, and of each that has ended
         self.pieces: dict[str, Piece] = {}
         self.measuring = Measuring()
-        self.started: float | None = None
-        self.worked = 0.0  # seconds, until it last ended
+        self.worked = WorkTime()
         self.read_at = self.drawn = 0.0
         self.evaluated: int | None = None  # time of the evaluation file that is drawn
 
@@ -72,7 +70,8 @@ class RunState:
         """Read the new events of the log."""
         new_events, self.place = events.read_events(self.run.log_file, self.place)
         for event in new_events:
-            self.count_seconds(event)
+            if self.run.owns_event(event):
+                self.worked.add(event)
             if self.run.is_encoder_run and event["event"] != EventName.PUBLISHED:
                 continue
             if event["event"] in (EventName.PROFILE, EventName.PRICE):
@@ -87,16 +86,6 @@ class RunState:
                 self.training, self.begin, self.ends = [], 0, {}
             elif event["event"] == EventName.PUBLISHED:
                 self.put("published", f"{event['time']} {event['revision']}", lambda event=event: event)
-
-    def count_seconds(self, event: Event) -> None:
-        """Add the time between each start of the run and what ended it."""
-        if not self.run.owns_event(event):
-            return
-        if event["event"] == EventName.STARTED:
-            self.started = event["time"]
-        elif event["event"] in OVER and self.started is not None:
-            self.worked += event["time"] - self.started
-            self.started = None
 
     def add_step(self, event: Event) -> None:
         """Add a step of a training; a resumed loss replaces its steps from there on."""
@@ -120,7 +109,7 @@ class RunState:
             "stage": step_of_page(status),
             "trains": cards.trains(run),
             "can": possible_actions(status),
-            "card": cards.run_card(status, run.folder.name, now, self.worked),
+            "card": cards.run_card(status, run.folder.name, now, self.worked.seconds),
             "training": cards.training_card(status, self.training),
             "evaluating": "" if evaluation is None else evaluation.state,
             "evaluating card": "" if is_example(run) else cards.evaluation_card(evaluation, now),

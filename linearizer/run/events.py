@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ class EventName(str, Enum):
     STOPPED = "stopped"
     FAILED = "failed"
     DONE = "done"
+    WAITED = "waited"  # while shorter work went first: {"seconds"}
 
     # progress of a step: {"done", "total", "unit", …}
     PROFILE = "profile"
@@ -56,6 +58,31 @@ class EventName(str, Enum):
 
 STEPS = tuple(map(EventName, ("profile", "try", "price", "check", "distill", "evaluate")))  # with progress
 Event = dict[str, Any]  # {"time": seconds since 1970, "event": its name, …}
+
+
+@dataclass
+class WorkTime:
+    """The seconds that a run worked, without those in which it waited or was stopped."""
+
+    seconds: float = 0.0  # until it last ended
+    started: float | None = None
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> WorkTime:
+        result = cls()
+        for event in events:
+            result.add(event)
+        return result
+
+    def add(self, event: Event) -> None:
+        """Add the time between each start of the run and what ended it."""
+        if event["event"] == EventName.STARTED:
+            self.started = event["time"]
+        elif event["event"] == EventName.WAITED and self.started is not None:
+            self.started += event["seconds"]
+        elif event["event"] in (EventName.DONE, EventName.STOPPED, EventName.FAILED) and self.started is not None:
+            self.seconds += event["time"] - self.started
+            self.started = None
 
 
 def append_event(path: Path, event: str, details: Mapping[str, Any]) -> None:

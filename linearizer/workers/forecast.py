@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import shutil
+import time
 import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 
 from linearizer.evaluate.evaluate_run import JUDGING, MAX_WRITTEN_TOKENS
 from linearizer.evaluate.recall import DEPTHS
+from linearizer.hub.models import download_bytes, find_model
 from linearizer.method.degrees_of_freedom import degrees_of_freedom
 from linearizer.method.head_prices import DRAWS, options_to_price
 from linearizer.method.logits_by_rows import MAX_LOGITS as PRICED_LOGITS
@@ -44,7 +46,8 @@ GRAPH_WIDTHS = 24  # numbers in a block's graph for each token, in sizes of its 
 LOGIT_OPERATIONS = 1000  # of judging for each entry of a token's logits, apart from its product
 JUDGED_SHARE = 1.2  # of a text: it is read once, in a pair with another, and its end once more for every gap
 JUDGING_PASSES = JUDGING.texts * JUDGED_SHARE * 3  # of a text: teacher, student and window
-SHORT_SECONDS = 180.0  # of an evaluation for which a run pauses
+VALID_SECONDS = 600.0  # of the measured speeds of a machine
+SHORT_SECONDS = 180.0  # of a run or an evaluation for which another run pauses
 SUBJECTS = 4  # that read the texts of an evaluation, as a mean over its parts
 WRITING = 10.0  # seconds to write a token, as a multiple of those to read it
 SPEED_MEASUREMENTS = 8  # of the maximum time, for teacher, student and window
@@ -73,11 +76,17 @@ class RunForecast:
     memory_bytes: float
     disk_bytes: float
     download_bytes: float
+    least: float | None = None  # seconds, by the last runs of the model here (past_runs.py); None: there are none
+    most: float | None = None
 
 
-@cache
 def measure_speeds(device: str) -> Speeds:
-    """Measure this machine once, in well under a second."""
+    """Measure this machine, in well under a second; again after some minutes, as other work may have slowed it."""
+    return speeds_in(device, int(time.monotonic() // VALID_SECONDS))
+
+
+@lru_cache(maxsize=8)
+def speeds_in(device: str, period: int) -> Speeds:
     size = 2048 if device_kind(device) == "cuda" else 512  # large enough for a device to show its speed
     matrices = [torch.ones(size, size, device=device, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     points = torch.randn(SPECTRUM_POINTS, SIZE, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 3
@@ -175,12 +184,17 @@ def evaluation_seconds(request: Request, plan: Plan, inspection: Inspection, spe
     return START_SECONDS + text * read / usual + timed + reading_seconds(plan, inspection, speeds)
 
 
-def short_evaluation(run: Run) -> bool:
-    """Whether the requested evaluation of a run takes a few minutes at most, and fits into the free memory."""
+def is_short(run: Run, token: str | None = None) -> bool:
+    """Whether a run, or its requested evaluation, takes a few minutes at most, and fits into the free memory."""
     plan, inspection, device = run.plan, run.inspection, choose_device(run.plan.device)
-    if evaluation_seconds(newest_request(run)[0], plan, inspection, measure_speeds(device)) > SHORT_SECONDS:
-        return False
-    return run_memory(plan, inspection) <= free_bytes(torch.device(device))
+    speeds = measure_speeds(device)
+    if run.task is None:
+        seconds = (
+            math.inf if download_bytes(find_model(plan.model, token)) else forecast_seconds(plan, inspection, speeds)
+        )
+    else:
+        seconds = evaluation_seconds(newest_request(run)[0], plan, inspection, speeds)
+    return seconds <= SHORT_SECONDS and run_memory(plan, inspection) <= free_bytes(torch.device(device))
 
 
 def reading_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:

@@ -40,7 +40,7 @@ def work(lock: int, folder: str, task: str | None, token: str | None) -> int:
     try:
         with inherit_lock(lock), stop_on_sigterm(run), keep_faults(run, token):
             if read_hub_job(run) is None:
-                finish(work_in_turn(run, lambda: work_on(run, token)))
+                finish(work_in_turn(run, lambda: work_on(run, token), token=token))
             else:
                 from linearizer.workers.hub_jobs import follow_job
 
@@ -79,23 +79,28 @@ def work_in_foreground(run: Run, steps: Steps[Product], **details: Any) -> Steps
             raise
 
 
-def work_in_turn(run: Run, steps: Callable[[], Steps[Product]], device: str | None = None) -> Steps[Product]:
+def work_in_turn(
+    run: Run, steps: Callable[[], Steps[Product]], device: str | None = None, token: str | None = None
+) -> Steps[Product]:
     """Work on a run when its devices, or the named one, are free; the caller holds its lock."""
     with ExitStack() as undo:
         with log_end(run):
-            # Nothing needs to go before others where there are none, and a forecast takes a second.
-            short = device is None and run.task is not None and bool(tickets()) and is_short(run)
+            short = device is None and goes_first(run, token)
             ticket = take_ticket(run.folder, [device] if device else devices_to_hold(run), short)
             undo.callback(ticket.remove)
             yield from wait_for_turn(run, ticket)
         return (yield from give_way(run, ticket, steps()))
 
 
-def is_short(run: Run) -> bool:
-    """Whether an evaluation is so short and small that a run may pause for it."""
-    from linearizer.workers.forecast import short_evaluation
+def goes_first(run: Run, token: str | None) -> bool:
+    """Whether a run, or its evaluation, is so short and small that other runs may pause for it."""
+    if run.is_encoder_run or not tickets():  # nothing needs to go before others where there are none
+        return False
+    from linearizer.workers.forecast import is_short
 
-    return not run.is_encoder_run and short_evaluation(run)
+    with suppress(LinearizerError):  # the Hub may not say whether the model is here
+        return is_short(run, token)
+    return False
 
 
 def wait_for_turn(run: Run, ticket: Ticket) -> Steps[None]:
@@ -115,10 +120,11 @@ def give_way(run: Run, ticket: Ticket, steps: Steps[Product]) -> Steps[Product]:
                 yield next(steps)
             except StopIteration as end:
                 return end.value
-            if time.monotonic() - checked > QUEUE_POLL_SECONDS:
+            if (now := time.monotonic()) - checked > QUEUE_POLL_SECONDS:
                 if ticket.count_before():
                     ticket.pause()
                     yield from wait_for_turn(run, ticket)
+                    run.log(EventName.WAITED, seconds=round(time.monotonic() - now, 3))
                 checked = time.monotonic()
 
 

@@ -1,11 +1,12 @@
 """The curves of a training go on over all its losses, also where it was stopped in one of them; its time is told."""
 
+import json
 from dataclasses import replace
 
 from linearizer.page import cards
 from linearizer.page.run_state import RunState
 from linearizer.plan.plan import Plan
-from linearizer.run.events import EventName
+from linearizer.run.events import EventName, append_line
 from linearizer.run.folder import Run
 from linearizer.workers import control
 
@@ -36,10 +37,18 @@ def test_a_second_loss_goes_on_where_the_first_ended(tmp_path):
 
 def test_the_time_that_a_run_took_is_without_that_in_which_it_waited_or_was_stopped(tmp_path):
     watched = RunState(run := Run.create(tmp_path / "run", PLAN))
-    for time, name in ((0, "queued"), (50, "started"), (60, "stopped"), (300, "started"), (303, "done")):
-        watched.count_seconds({"event": name, "time": float(time)})
-    watched.count_seconds({"event": "started", "time": 400.0, "job": "evaluate"})  # of another task
-    assert watched.worked == 13.0
+    for time, name in (
+        (0, "queued"),
+        (50, "started"),
+        (60, "stopped"),
+        (300, "started"),
+        (310, "waited"),
+        (311, "done"),
+    ):
+        append_line(run.log_file, json.dumps({"event": name, "time": float(time), "seconds": 8.0}).encode())
+    append_line(run.log_file, b'{"event": "started", "time": 400.0, "job": "evaluate"}')  # of another task
+    watched.read()
+    assert watched.worked.seconds == 13.0
     status = replace(control.status(run), state="done")
-    assert "took 13 s" in cards.run_card(status, "run", 999.0, watched.worked)
-    assert "took" not in cards.run_card(replace(status, state="running"), "run", 999.0, watched.worked)
+    assert "took 13 s" in cards.run_card(status, "run", 999.0, 13.0)
+    assert "took" not in cards.run_card(replace(status, state="running"), "run", 999.0, 13.0)

@@ -15,7 +15,8 @@ from linearizer.run.results import Request
 from linearizer.workers import control, device_queue
 from linearizer.workers.device_queue import OVERTAKEN, take_ticket
 from linearizer.workers.forecast import SHORT_SECONDS, Speeds, evaluation_seconds
-from tests.support.runs import LONG, beginning, inspection_of, wait_for, wait_for_event, wait_until
+from linearizer.workers.worker import goes_first
+from tests.support.runs import LONG, PLAN, beginning, inspection_of, wait_for, wait_for_event, wait_until
 
 SHORT = {"parts": ["language", "speed"], "texts": 2, "lengths": [64], "seconds": 0.2, "short": True}
 
@@ -40,6 +41,7 @@ def test_an_evaluation_of_seconds_is_done_at_once_while_a_run_of_hours_pauses(qu
     assert not [time for time in steps if begun < time < ended], "nothing is measured while the run works, too"
     assert control.state_of(run) == "running"
     wait_until(lambda: run.events()[-1]["time"] > ended and run.events()[-1]["event"] == "distill")
+    assert [event["seconds"] for event in run.events() if event["event"] == "waited"] > [ended - begun - 1]
     ticket = take_ticket(queue / "other", ["cpu"], short=True)
     wait_until(ticket.begin_work)
     control.stop(run)  # in its pause, too
@@ -79,6 +81,17 @@ def test_short_is_what_reads_little_and_tasks_are_never():
     assert seconds[0] < SHORT_SECONDS < seconds[1] < seconds[2]
     large = replace(inspection, parameters=10**10, weight_bytes=2 * 10**10)
     assert evaluation_seconds(few, plan, large, speeds) > SHORT_SECONDS
+
+
+def test_a_run_of_seconds_goes_before_a_run_of_hours(queue):
+    making = beginning(queue / "runs")
+    begin = next(making)
+    long, short = begin("long", LONG), begin("short", PLAN)
+    assert not goes_first(short, None), "there is nothing to go before"
+    ticket = take_ticket(long.folder, ["cpu"])
+    assert goes_first(short, None) and not goes_first(long, None)
+    ticket.remove()
+    making.close()
 
 
 def test_tickets_that_are_taken_at_once_stay_until_they_are_removed(queue):
