@@ -22,7 +22,7 @@ from linearizer.errors import LinearizerError, ModelNotAvailable, RequestError
 from linearizer.hub.jobs_api import Hardware
 from linearizer.hub.repository import Preview, Published
 from linearizer.page import limits, plan_cards, sending, zerogpu
-from linearizer.page.chat import answers, chats
+from linearizer.page.chat import answers, cards, chats
 from linearizer.page.chat.chats import Settings
 from linearizer.page.planning import ExaminedEncoder, examine_model, make_encoder_plan, make_plan
 from linearizer.page.visitors import Visitor, check_name, on_space
@@ -329,14 +329,19 @@ def compare_models(
     system: str = "",
     window: bool = True,
     chat: str = "",
+    pictures: list[str] | None = None,
 ) -> dict[str, Fact]:
     """Let teacher, student and a plain window answer a prompt; return their texts, tokens per second and bytes.
 
     prompt: {prompt}. tokens: {tokens}. seed: {seed}. as_chat: in the model's template, if it has one; else all
     continue the prompt. system: the system message of the template. window: whether the window takes part.
     chat: a name of your own; calls with the same name continue one chat, after a document as after a turn.
+    pictures: {pictures}, which the models see before the prompt, if they read pictures.
     """
-    choices = chats.Message(prompt), tokens, seed, sample, Settings(as_chat, system, window), chat
+    talk = chats.look_up(chats.key_of(visitor, visitor.find_run(run), chat))
+    cards.check_pictures(len(pictures or ()) + (talk.pictures if talk else 0))
+    message = chats.Message(prompt, pictures=tuple(map(cards.take_address, pictures or ())))
+    choices = message, tokens, seed, sample, Settings(as_chat, system, window), chat
     *_, (talk, _) = answers.compare_models(visitor, run, *choices)
     return asdict(talk.turns[-1].answers)
 

@@ -22,6 +22,7 @@ import gradio as gr
 from pydantic import validate_call
 
 from linearizer.errors import LinearizerError
+from linearizer.page.chat.cards import MAX_PICTURES
 from linearizer.page.limits import MAX_COMPARED_TOKENS
 from linearizer.page.planning import EFFORTS
 from linearizer.page.visitors import Visitor, find_visitor
@@ -168,6 +169,7 @@ def described_options() -> dict[str, str]:
         "efforts": ", ".join(EFFORTS),
         "parts": ", ".join(PARTS),
         "prompt": "at most as many tokens as the model reads, minus those it writes",
+        "pictures": f"at most {MAX_PICTURES} in a chat, as URLs with data (data:image/png;base64,…)",
         "tokens": f"1 to {MAX_COMPARED_TOKENS}",
         "plan": list_options(plan, "model", "budget"),
         "encoder": list_options(encoder, "model", "budget"),

@@ -7,14 +7,14 @@ results of the benchmarks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from html import escape
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
@@ -23,13 +23,17 @@ from linearizer.errors import LinearizerError, RequestError
 from linearizer.page import actions, plan_cards, plan_form, planning, run_list
 from linearizer.page.calls import QUICK, SLOW, Browser, handler
 from linearizer.page.plan_form import FORM, show_form
-from linearizer.page.planning import Examined, ExaminedEncoder
+from linearizer.page.planning import Examined, ExaminedEncoder, Known, make_plan
 from linearizer.page.visitors import EXAMPLE_NAME
 from linearizer.plan.json_products import JsonProduct
+from linearizer.plan.plan import DEFAULT_BUDGET
 from linearizer.report import markup
 from linearizer.report.line_chart import Axis, Line, draw_lines
 from linearizer.report.markup import folded, table, values_list
 from linearizer.workers import control
+
+if TYPE_CHECKING:
+    from linearizer.workers.forecast import RunForecast
 
 FILE = Path(__file__).with_name("real_model.json")
 KL = Axis(0.0003, 0.4, ((0.001, "0.001"), (0.01, "0.01"), (0.1, "0.1")))
@@ -44,6 +48,14 @@ MODELS = {  # suggestions, by the titles of their buttons
     "Take the demo (14 MB)": "demo",
     "SmolLM2-135M-Instruct": "HuggingFaceTB/SmolLM2-135M-Instruct",
     "Qwen3-0.6B": "Qwen/Qwen3-0.6B",
+}
+SMOL = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+SMOL |= {"num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192}
+QWEN = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
+QWEN |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
+KNOWN = {  # of the suggested models of the Hub
+    "HuggingFaceTB/SmolLM2-135M-Instruct": Known("llama", 134_515_008, 269_060_552, SMOL),
+    "Qwen/Qwen3-0.6B": Known("qwen3", 751_632_384, 1_503_300_328, QWEN),
 }
 MAX_LINKED_RUNS = 4  # of a visitor, on the first page
 
@@ -117,6 +129,7 @@ def place(ui: SimpleNamespace) -> None:
             model: gr.Button(title, size="sm", min_width=90, elem_id=model.rpartition("/")[2])
             for title, model in MODELS.items()
         }
+    ui.takes = gr.HTML(takes_html(dict.fromkeys(MODELS.values(), "…")), elem_id="takes")
     ui.model_card = gr.HTML(elem_id="model-card")
     link = f'<a href="?run={EXAMPLE_NAME}" id="example">Look at a finished example, and chat with its student</a>'
     ui.last_runs = gr.HTML(elem_id="last-runs")
@@ -133,6 +146,36 @@ def wire(ui: SimpleNamespace) -> None:
         button.click(lambda model=model: model, None, ui.model, **QUICK)
     # leaving a run may have closed the second step
     ui.to_budget.click(lambda: (gr.Tabs(selected=2), gr.Tab(interactive=True)), None, [ui.walk, ui.step_2], **QUICK)
+
+
+def takes_html(facts: Mapping[str, str], device: str = "this machine") -> str:
+    """List what a run of each suggested model takes."""
+    listed = "".join(
+        f"<li><b>{escape(name.rpartition('/')[2])}</b> {escape(text)}</li>" for name, text in facts.items()
+    )
+    return f'<p class="lz-faint">A usual run on {escape(device)} takes:</p><ul class="lz-takes lz-faint">{listed}</ul>'
+
+
+@handler
+def forecast_models(browser: Browser) -> str:
+    """Forecast a run of each suggested model on this machine."""
+    facts, device = dict[str, str](), "a CPU"
+    for name in MODELS.values():
+        known, plan = KNOWN.get(name), make_plan(name, DEFAULT_BUDGET, "Quick", {})
+        examined = known.examine(name) if known else planning.examine_model(browser.visitor, name)
+        if isinstance(examined, Examined):
+            forecast, machine = examined.with_runs(browser.visitor).forecast(plan), planning.machine_of(plan)
+            facts[name] = takes(forecast)
+            if machine is not None:
+                device = machine.device
+                facts[name] += "" if machine.fits(forecast) else "; that does not fit here now"
+    return takes_html(facts, device)
+
+
+def takes(forecast: RunForecast) -> str:
+    """Say in a line what a run takes."""
+    load = f", {size(forecast.download_bytes)} to download" if forecast.download_bytes else ""
+    return f"{plan_cards.time_range(forecast)}, {size(forecast.memory_bytes)} of memory{load}"
 
 
 @handler

@@ -148,6 +148,28 @@ def examine_model(visitor: Visitor, model: str) -> Examined | ExaminedEncoder:
     return Examined(inspection, config, download, tower=tower)
 
 
+@dataclass(frozen=True)
+class Known:
+    """What is known of a model without a network: the kind and the numbers of its config, and the size of its file."""
+
+    kind: str
+    parameters: int
+    bytes: int
+    numbers: Mapping[str, int]
+
+    def examine(self, name: str) -> Examined:
+        """Describe the model as examine_model would."""
+        from transformers import AutoConfig
+
+        from linearizer.hub.models import Source, download_bytes
+        from linearizer.hub.weight_files import SINGLE, Weights
+        from linearizer.teacher.inspect_model import inspect_model
+
+        source = Source(name, None, name, None, False, Weights((SINGLE,), self.parameters, self.bytes))
+        config = AutoConfig.for_model(self.kind, **self.numbers, tie_word_embeddings=True)
+        return Examined(inspect_model(source, config), config, download_bytes(source))
+
+
 def find_priced(visitor: Visitor, inspection: Inspection) -> Run | None:
     """Find the newest run of a model with prices and a measured student; it may be the example."""
     files = list[Path]()

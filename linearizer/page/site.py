@@ -100,6 +100,7 @@ def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
     opened = site.load(open_page, [ui.memory, ui.address], outputs, js="readAddress", **QUICK)
     opened.then(None, None, None, js="() => { window.opened = true }", **QUICK)
     site.load(landing.list_last_runs, ui.memory, ui.last_runs, **QUICK)
+    opened.success(landing.forecast_models, ui.memory, ui.takes, **{**QUICK, "queue": True})
     ui.memory.change(None, ui.memory, None, js="keepInAddress", **QUICK)
     for number, page in enumerate(ui.pages, 1):
         page.select(None, None, ui.at, js=f"() => focusStep({number})", **QUICK)

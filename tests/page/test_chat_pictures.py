@@ -2,12 +2,15 @@
 
 import io
 import shutil
+from base64 import b64encode
+from functools import partial
 
 import pytest
 from PIL import Image
 
 from linearizer import pipeline
-from linearizer.page import plan_form, planning
+from linearizer.errors import RequestError
+from linearizer.page import actions, plan_form, planning
 from linearizer.page.calls import Browser
 from linearizer.page.chat import answers, chats, compare
 from linearizer.page.chat import cards as chat_cards
@@ -54,7 +57,10 @@ def visitor(whole_run, monkeypatch):
 
 
 def said(visitor, message, settings=Settings(), name="talk"):  # noqa: B008
-    return list(answers.compare_models(visitor, "run", message, 5, 0, False, settings, name))
+    values = list(answers.compare_models(visitor, "run", message, 5, 0, False, settings, name))
+    parted = [side.difference for side in (values[-1][1].student, values[-1][1].window) if side.difference]
+    assert all(0 <= chance <= 1 for each in parted for pair in each.chances for chance in pair)
+    return values
 
 
 def texts(values):
@@ -92,6 +98,22 @@ def test_the_first_picture_of_a_chat_is_answered_as_on_the_command_line(visitor,
     expected: Comparison = finish(asked)
     assert (last.teacher.text, last.student.text) == (expected.teacher.text, expected.student.text)
     assert last.prompt_tokens == expected.prompt_tokens
+
+
+def test_a_call_of_the_api_shows_pictures_as_the_page_does_and_a_chat_shows_a_few(visitor, tmp_path):
+    red = "data:image/png;base64," + b64encode(save_picture(tmp_path / "red.png", "red").read_bytes()).decode()
+    *_, (_, last) = said(visitor, Message("What is it?", pictures=(sent(tmp_path, "red"),)))
+    ask = partial(actions.compare_models, visitor, "run", "What is it?", 5, chat="called")
+    called = ask(pictures=[red])
+    assert called["teacher"]["text"] == last.teacher.text and called["prompt_tokens"] == last.prompt_tokens
+    for pictures, why in (
+        ([red] * chat_cards.MAX_PICTURES, "at most 8 pictures"),
+        (["https://example.org/red.png"], "data:image/png;base64"),
+        (["data:image/png;base64,?"], "no picture that can be read"),
+        (["data:image/png;base64,AAAA"], "no picture that can be read"),
+    ):
+        with pytest.raises(RequestError, match=why):
+            ask(pictures=pictures)
 
 
 def test_a_plan_that_leaves_pictures_out_is_judged_by_the_text_tower(whole_run, root):
@@ -154,5 +176,5 @@ def test_a_picture_waits_with_its_message_and_returns_to_its_field(visitor, tmp_
     assert chats.asked(key) == [Message("What?", pictures=drafted)]
     assert done(compare.stop(MEMORY, None, None, "", ()))["drafted"] == drafted
     (path := tmp_path / "more.png").write_bytes(drafted[0])
-    full = done(compare.add_picture(MEMORY, None, None, str(path), drafted * compare.MAX_PICTURES))
+    full = done(compare.add_picture(MEMORY, None, None, str(path), drafted * chat_cards.MAX_PICTURES))
     assert "at most 8 pictures" in full["chat_note"]

@@ -1,6 +1,7 @@
 """The first page shows what was measured, is light, and leads to a run on every screen."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -26,6 +27,14 @@ def test_what_is_shown_is_what_the_results_say():
     for budget in landing.read_model().budgets:
         for row in budget.rows:
             assert all(f"{mean:.4f} [{low:.4f}, {high:.4f}]" in html for mean, low, high in row.kl), row.name
+
+
+def test_what_a_run_of_each_suggested_model_takes_stands_beside_it_without_a_network(root):
+    listed = landing.forecast_models({}, None, None)
+    for name in landing.MODELS.values():
+        assert re.search(rf"<b>{name.rpartition('/')[2]}</b> .*\d (s|min|h).*, [\d.]+ [MG]B of memory", listed), name
+    known = landing.KNOWN["HuggingFaceTB/SmolLM2-135M-Instruct"].examine("name").inspection
+    assert known.supported and known.cache_bytes_per_token == 23_040 and known.number_bytes == 2
 
 
 @pytest.mark.parametrize("width, height", [(1440, 900), (390, 844)])

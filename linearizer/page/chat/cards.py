@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import gradio as gr
 
@@ -28,6 +28,7 @@ COLUMNS = {"teacher": "Teacher", "student": "Student", "window": "Plain window"}
 HEADS = {name: f"{name}_head" for name in COLUMNS}
 MIN_TIMED_TOKENS = 16  # written: with fewer, the pace is chance and is not shown
 SHOWN_BEGIN, SHOWN_END = 80, 160  # characters of a long prompt
+MAX_PICTURES = 8  # of a chat
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of pictures
 MAX_PIXELS, MAX_SIDE, SHOWN_SIDE = 50_000_000, 1536, 240  # of a picture as sent, as kept, as shown
 TOO_LARGE = f"the picture has more than {MAX_PIXELS // 10**6} million points: send a smaller one"
@@ -168,11 +169,36 @@ def same_tokens(teacher: Side, side: Side) -> int:
 
 
 def take_picture(path: str | None) -> bytes:
-    """Return a picture that a visitor has sent, of bounded size and without what cameras add; delete its file."""
+    """Return a picture that a visitor has sent; delete its file."""
+    try:
+        return keep_picture(path or os.devnull)
+    finally:
+        if path:
+            Path(path).unlink(missing_ok=True)
+
+
+def take_address(address: str) -> bytes:
+    """Return the picture that a data: URL holds."""
+    kind, _, content = address.partition(";base64,")
+    if not kind.startswith("data:image/"):
+        raise RequestError(f"a picture begins with {address[:20]!r}: send a URL as data:image/png;base64,…")
+    try:
+        return keep_picture(io.BytesIO(base64.b64decode(content, validate=True)))
+    except ValueError as error:
+        raise RequestError(NO_PICTURE) from error
+
+
+def check_pictures(count: int) -> None:
+    if count > MAX_PICTURES:
+        raise RequestError(f"a chat shows at most {MAX_PICTURES} pictures: begin a new chat")
+
+
+def keep_picture(file: str | BinaryIO) -> bytes:
+    """Return a picture of bounded size, without what cameras add."""
     from PIL import Image, ImageOps
 
     try:
-        with Image.open(path or os.devnull, formats=FORMATS) as sent:
+        with Image.open(file, formats=FORMATS) as sent:
             if sent.width * sent.height > MAX_PIXELS:
                 raise Image.DecompressionBombError
             picture = ImageOps.exif_transpose(sent).convert("RGB")
@@ -180,8 +206,5 @@ def take_picture(path: str | None) -> bytes:
         raise RequestError(TOO_LARGE) from error
     except Exception as error:  # formats raise errors of many types
         raise RequestError(NO_PICTURE) from error
-    finally:
-        if path:
-            Path(path).unlink(missing_ok=True)
     picture.thumbnail((MAX_SIDE, MAX_SIDE))
     return write_picture(picture)

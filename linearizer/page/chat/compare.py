@@ -23,6 +23,7 @@ from linearizer.page.chat import answers, chats
 from linearizer.page.chat.cards import (
     COLUMNS,
     HEADS,
+    check_pictures,
     columns_of,
     head_card,
     heads_of,
@@ -50,7 +51,6 @@ DRAFT = ("drafted", "drafts", "drop_pictures")  # pictures that are not sent yet
 OUTPUTS = ("as_chat", "prompt", "answer", "chat_note", *DRAFT, *HEADS.values(), *COLUMNS)
 NAME = "page"  # of the chat that all pages of a visitor show of a run
 LOADING = "Loading the models."
-MAX_PICTURES = 8  # of a chat
 
 
 def place(ui: SimpleNamespace) -> None:
@@ -196,9 +196,8 @@ def add_picture(browser: Browser, path: str | None, drafted: tuple[bytes, ...]) 
     try:
         picture, shown = take_picture(path), len(drafted or ())
         if (talk := chats.look_up(key := key_of(browser))) is not None:
-            shown += sum(len(turn.message.pictures) for turn in talk.turns)
-        if shown + sum(len(message.pictures) for message in chats.asked(key)) >= MAX_PICTURES:
-            raise RequestError(f"a chat shows at most {MAX_PICTURES} pictures: begin a new chat")
+            shown += talk.pictures
+        check_pictures(1 + shown + sum(len(message.pictures) for message in chats.asked(key)))
     except LinearizerError as error:
         return update(chat_note=message_box(str(error), "bad"))
     return update(**draft((*(drafted or ()), picture)), chat_note="")
