@@ -250,7 +250,7 @@ def stop_run(visitor: Visitor, run: str) -> str:
     return control.state_of(opened)
 
 
-def use_run(visitor: Visitor, run: str) -> str:
+def end_training(visitor: Visitor, run: str) -> str:
     """End a run's training at this step, and judge and save the student as it is; return its state."""
     control.use_now(opened := visitor.find_own_run(run))
     return control.state_of(opened)
@@ -395,7 +395,7 @@ def publish_run(visitor: Visitor, run: str, repo_id: str, private: bool = True) 
 
 ENDPOINTS = (
     search_models, inspect_model, estimate_run, start_run, start_encoder_run, list_hardware, start_job, run_status,
-    list_runs, stop_run, use_run, resume_run, rename_run, delete_run, evaluate_run, evaluation_status,
+    list_runs, stop_run, end_training, resume_run, rename_run, delete_run, evaluate_run, evaluation_status,
     stop_evaluation, head_needs, share_budget, branch_run, compare_models, read_document, end_chat, download_student,
     preview_publication, publish_run,
 )  # fmt: skip

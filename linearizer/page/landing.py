@@ -310,17 +310,25 @@ def budget_html(model: RealModel, budget: Budget) -> str:
         ("agrees with the model", f"{student.agreement[-1]:.1%}"),
         ("a plain window of the same bytes does", f"{window.agreement[-1]:.1%}"),
     ]
-    lengths = Axis(model.lengths[0], longest, [(length, f"{length // 1024}k") for length in model.lengths])
+    ticks = [(length, f"{length // 1024}k") for length in model.lengths]
+    lengths = Axis(model.lengths[0], longest, ticks, title="length of the text, tokens")
 
-    def line(name: str, values: Iterable[float]) -> Line:
+    def line(name: str, values: Iterable[float], intervals: Sequence[tuple[float, float]] = ()) -> Line:
         kind = {STUDENT: "lz-student", "state": "lz-student", WINDOW: "lz-window"}.get(name, "lz-other")
-        return Line(name, list(zip(model.lengths, values, strict=True)), kind)
+        return Line(name, list(zip(model.lengths, values, strict=True)), kind, intervals)
 
     cache, state = (
         [count / 1e6 for count in counts] for counts in (model.cache_bytes, [budget.state_bytes] * len(model.lengths))
     )
     charts = (
-        ("KL to the model", KL, [line(row.name, [mean for mean, *_ in row.kl]) for row in budget.rows]),
+        (
+            "KL to the model",
+            KL,
+            [
+                line(row.name, [mean for mean, *_ in row.kl], [(low, high) for _, low, high in row.kl])
+                for row in budget.rows
+            ],
+        ),
         ("Agreement with the model", AGREEMENT, [line(row.name, row.agreement) for row in budget.rows]),
         ("Memory, MB", MEGABYTES, [line("cache", cache), line("state", state)]),
     )

@@ -112,7 +112,9 @@ def expected_kl(run: Run | None, plan: Plan) -> str:
     with suppress(LinearizerError):  # the run may be deleted, or its prices may not cover the budget
         predicted, _, basis = predict_kl(run, *share_out(run, plan.budget)).partition(": ")
         limit = basis.partition("; ")[2]
-        return f"{predicted}: by the prices of {run.folder.name}{f'; {limit}' * bool(limit)}" * bool(predicted)
+        length = f"over texts of {run.plan.resolved_length(run.positions):,} tokens"
+        source = f"{length}, by the prices of {run.folder.name}{f'; {limit}' * bool(limit)}"
+        return f"{predicted}: {source}" * bool(predicted)
     return ""
 
 

@@ -171,15 +171,16 @@ class Known:
 
 
 def find_priced(visitor: Visitor, inspection: Inspection) -> Run | None:
-    """Find the newest run of a model with prices and a measured student; it may be the example."""
-    files = list[Path]()
+    """Find the run of a model with a measured student whose prices read most, the newest of these, or the example."""
+    files, best, most = list[Path](), None, 0
     with suppress(LinearizerError, OSError):  # the visitor may be unknown
         files = sorted(visitor.home.glob(f"*/{CANDIDATES}"), key=lambda file: -file.stat().st_mtime)
     for run in map(Run, (*(file.parent for file in files), example_folder())):
         with suppress(LinearizerError, OSError):  # it may be damaged or deleted
             if (run.inspection.name, run.inspection.revision) == (inspection.name, inspection.revision):
-                return run
-    return None
+                read = run.plan.texts_priced * run.plan.resolved_length(run.positions)
+                best, most = (run, read) if read > most else (best, most)
+    return best
 
 
 def make_plan(model: str, budget: int, effort: str, options: Mapping[str, Any]) -> Plan:

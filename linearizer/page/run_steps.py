@@ -40,7 +40,7 @@ WATCHED_PARTS = ("memory", "seen", "walk", "timer", "touched", "note")
 RUN_ACTIONS: dict[str, Callable[[Visitor, str], str]] = {  # by the buttons above the steps
     "stop": actions.stop_run,
     "resume": actions.resume_run,
-    "use": actions.use_run,
+    "use": actions.end_training,
     "pay": partial(actions.resume_run, pay=True),
 }
 EXAMPLE_NOTE = (

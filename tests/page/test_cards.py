@@ -54,6 +54,18 @@ def test_a_step_that_has_nothing_to_show_yet_says_what_will_be_there_and_one_tha
     assert cards.trains(run) and not cards.trains(Run.create(tmp_path / "plain", Plan("demo", budget=64)))
 
 
+def test_the_head_of_a_run_says_how_far_its_evaluation_is(waiting):
+    step = {"event": "language", "time": 0.0, "done": 3, "total": 12, "unit": "texts", "part": "language"}
+    work = replace(waiting, state="running", step={**step, "place": 2, "parts": 4})
+    card = cards.run_card(replace(waiting, state="done", evaluation=work), "run", 0.0)
+    assert "done" in card and "part 2 of 4: 3 of 12 texts" in card
+
+
+def test_the_error_of_a_training_stands_beside_what_it_was_at_first(waiting):
+    steps = [{"done": n, "total": 9, "tokens_per_second": 1.0, "attention_error": 9.0 / n} for n in (1, 2)]
+    assert "attention error; 9 at first" in (card := cards.training_card(waiting, steps)) and "4.5" in card
+
+
 def test_the_list_of_runs_says_how_far_each_is(waiting):
     step = {"event": "price", "time": 0.0, "done": 3, "total": 12, "unit": "prices"}
     listed = run_list.run_cards([replace(waiting, state="running", step=step)])

@@ -1,6 +1,7 @@
 """The finished example: today's code reads it, writes the same, and changes nothing in it."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -55,6 +56,7 @@ def test_the_example_opens_in_every_step_and_nothing_changes_it(visitor):
     for part in PART_VIEWS.keys() - {"tasks"}:
         tables, figure = pieces[run_state.PART_PREFIX + part].value()
         assert figure or '<details class="lz-fold" open>' in tables
+    assert all("without weights" in pieces[piece].value for piece in ("usage", "evaluating card"))
     assert pieces["stage"].value == 5 and not any(pieces["can"].value[name] for name in ("stop", "resume", "student"))
     assert plan_cards.share_out(visitor.find_run(EXAMPLE_NAME), 128)[1].heads
     for change in (
@@ -95,7 +97,7 @@ def test_the_examples_prices_tell_the_kl_of_a_budget_before_a_run_of_the_same_mo
     assert run == visitor.find_run(EXAMPLE_NAME)
     told = [plan_cards.expected_kl(run, planning.make_plan("demo", budget, "Quick", {})) for budget in (64, 256)]
     small, large = (float(text.removeprefix("about ").partition(":")[0]) for text in told)
-    assert small > large > 0 and all(text.endswith(": by the prices of example-run") for text in told)
+    assert small > large > 0 and all(text.endswith("512 tokens, by the prices of example-run") for text in told)
     for other in ({"recipe": "paper"}, {"strategy": "window"}, {"bits": 16}, {"sinks": 0}):
         assert plan_cards.expected_kl(run, planning.make_plan("demo", 64, "Quick", other)) == "", other
     assert plan_cards.expected_kl(run, planning.make_plan("demo", 1, "Quick", {})) == ""
@@ -104,6 +106,10 @@ def test_the_examples_prices_tell_the_kl_of_a_budget_before_a_run_of_the_same_mo
         (visitor.home / "damaged").mkdir(parents=True, exist_ok=True)
         (visitor.home / "damaged" / name).write_text("{")
     assert planning.find_priced(visitor, inspection) == run
+    rough = Run(shutil.copytree(example_folder(), visitor.home / "rough"))
+    plan = json.loads((rough.folder / "plan.json").read_text())
+    (rough.folder / "plan.json").write_text(json.dumps({**plan, "texts": 2, "length": 256}))
+    assert planning.find_priced(visitor, inspection) == run  # which has read more, though it is older
 
 
 def test_a_visitors_own_run_of_that_name_comes_first(visitor):

@@ -24,7 +24,10 @@ def test_what_is_shown_is_what_the_results_say():
     assert [shown.answers[side] == shown.fact for side, _ in landing.SIDES] == [True, True, False]
     html = landing.hero_html() + landing.real_model_html()
     assert len(html.encode()) < MAX_OWN_BYTES
-    for budget in landing.read_model().budgets:
+    budgets, lengths = landing.read_model().budgets, landing.read_model().lengths
+    assert html.count(">length of the text, tokens<") == 3 * len(budgets)
+    assert html.count('class="lz-bar') == sum(len(budget.rows) for budget in budgets) * len(lengths)
+    for budget in budgets:
         for row in budget.rows:
             assert all(f"{mean:.4f} [{low:.4f}, {high:.4f}]" in html for mean, low, high in row.kl), row.name
 
