@@ -58,6 +58,7 @@ EVALUATION_ENDS = {
     "stopped": "Stopped; the finished parts are kept. Press Evaluate to continue.",
     "lost": "Its process is gone; the finished parts are kept. Press Evaluate to continue.",
 }
+EXAMPLE = message_box("A finished example that comes with Linearizer: chat with its student under Compare.")
 WEIGHTLESS = message_box(
     "This example comes without weights: to use, evaluate or publish such a student, take the demo and start a run."
 )
@@ -95,7 +96,8 @@ def run_card(status: Status, name: str, now: float, worked: float = 0.0) -> str:
     if status.live:
         facts.append("you may close the page, the run goes on")
     link = copy_button("Copy link", f"?run={quote(name)}")
-    return f'{"".join(lines)}<p class="lz-faint">{escape(" · ".join(facts))} · {link}</p>'
+    note = EXAMPLE if is_example(status.run) else ""
+    return f'{"".join(lines)}<p class="lz-faint">{escape(" · ".join(facts))} · {link}</p>{note}'
 
 
 def turn_line(run: Run, now: float) -> str:

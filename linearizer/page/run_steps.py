@@ -27,7 +27,7 @@ from linearizer.page.chat import compare
 from linearizer.page.layout import ABOUT_NEEDS, chart, lead, show_note
 from linearizer.page.plan_form import reach_of
 from linearizer.page.run_state import PART_PREFIX
-from linearizer.page.visitors import Visitor, is_example
+from linearizer.page.visitors import Visitor
 from linearizer.plan.plan import DEFAULT_BUDGET
 from linearizer.report import markup
 from linearizer.report.parts import PART_VIEWS
@@ -43,10 +43,6 @@ RUN_ACTIONS: dict[str, Callable[[Visitor, str], str]] = {  # by the buttons abov
     "use": actions.end_training,
     "pay": partial(actions.resume_run, pay=True),
 }
-EXAMPLE_NOTE = (
-    "This is a finished example that comes with Linearizer, a run of the demo model. Chat with its student under "
-    "Compare; it cannot be evaluated further or published."
-)
 POLL_SECONDS = 3.0  # between two polls of a live run
 PLOTS = ("curves", "losses")
 TEXTS = ("verdict", "usage")
@@ -265,7 +261,7 @@ def show_attached(run: Run | None) -> dict[str, Any]:
     if run is None:
         return {**updates, "run_model": "", "run_plan": ""}
     updates["all"] = gr.Accordion(visible=not is_encoder)
-    updates["note"] = show_note(markup.message_box(EXAMPLE_NOTE) if is_example(run) else "")
+    updates["note"] = show_note("")
     if is_encoder:
         from linearizer.encoders.encoder_folder import EncoderRun
         from linearizer.page import encoder_cards

@@ -40,6 +40,23 @@ def test_what_a_run_of_each_suggested_model_takes_stands_beside_it_without_a_net
     assert known.supported and known.cache_bytes_per_token == 23_040 and known.number_bytes == 2
 
 
+SHIFTS = """() => new Promise(done => {
+  let sum = 0;
+  new PerformanceObserver(list => list.getEntries().forEach(each => sum += each.hadRecentInput ? 0 : each.value))
+    .observe({type: 'layout-shift', buffered: true});
+  setTimeout(() => done(sum), 500);
+})"""
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("path", ["", f"?run={EXAMPLE_NAME}"])
+def test_what_was_painted_stays_in_its_place(local, browser, width, path):
+    with looking(browser, local.url + path, viewport={"width": width, "height": 900}, anew=True) as page:
+        page.wait_for_selector("#verdict .lz-verdict" if path else "#takes li:has-text('of memory') >> nth=2")
+        assert page.evaluate(SHIFTS) < 0.1
+        assert page.locator("footer .show-api").is_visible()
+
+
 @pytest.mark.parametrize("width, height", [(1440, 900), (390, 844)])
 def test_a_budget_is_chosen_among_recorded_ones_and_the_field_is_on_the_first_screen(local, browser, width, height):
     with looking(browser, local.url, viewport={"width": width, "height": height}) as page:

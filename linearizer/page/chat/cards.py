@@ -152,7 +152,9 @@ def parting_of(sides: Mapping[str, Side]) -> str:
 
 
 def name_parting(name: str, difference: Difference) -> str:
-    theirs, own = (f"“{token}”" if token else "the end" for token in (difference.teacher, difference.own))
+    theirs, own = (
+        f"“{token.strip() or token}”" if token else "the end" for token in (difference.teacher, difference.own)
+    )
     place = f"At token {difference.place + 1}"
     if difference.chances is None:
         return f"{place} the {name} writes {own} in place of {theirs}"
