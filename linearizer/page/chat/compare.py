@@ -19,20 +19,7 @@ import gradio as gr
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.page import actions, sending
 from linearizer.page.calls import ONCE, QUICK, SLOW, Browser, handler
-from linearizer.page.chat import answers, chats
-from linearizer.page.chat.cards import (
-    COLUMNS,
-    HEADS,
-    check_pictures,
-    columns_of,
-    head_card,
-    heads_of,
-    heads_of_reading,
-    picture_html,
-    reading_note,
-    take_picture,
-    turn_note,
-)  # fmt: skip
+from linearizer.page.chat import answers, cards, chats
 from linearizer.page.chat.chats import Chat, Key, Message, Settings
 from linearizer.report.markup import message_box
 
@@ -48,7 +35,7 @@ ABOUT_STATES = (
     "<code>linearizer ask RUN --state FILE</code> answer from it. The other two cannot go on from it."
 )
 DRAFT = ("drafted", "drafts", "drop_pictures")  # pictures that are not sent yet, what shows them and drops them
-OUTPUTS = ("as_chat", "prompt", "answer", "chat_note", *DRAFT, *HEADS.values(), *COLUMNS)
+OUTPUTS = ("as_chat", "prompt", "answer", "chat_note", *DRAFT, *cards.HEADS.values(), *cards.COLUMNS)
 NAME = "page"  # of the chat that all pages of a visitor show of a run
 LOADING = "Loading the models."
 
@@ -57,9 +44,9 @@ def place(ui: SimpleNamespace) -> None:
     """Place a column for each model, and below them the field in which all are asked."""
     gr.HTML(f'<div class="lz-lead"><h2>Compare</h2><p>{ABOUT}</p></div>')
     with gr.Row():
-        for name, title in COLUMNS.items():
+        for name, title in cards.COLUMNS.items():
             with gr.Column(min_width=220) as column:
-                setattr(ui, HEADS[name], gr.HTML(head_card(name), elem_id=f"{name}-head"))
+                setattr(ui, cards.HEADS[name], gr.HTML(cards.head_card(name), elem_id=f"{name}-head"))
                 look: dict[str, Any] = {"show_label": False, "height": "20rem", "layout": "panel", "elem_id": name}
                 setattr(ui, name, gr.Chatbot(label=title, allow_tags=False, buttons=["copy"], **look))
     ui.window_place = column  # the last
@@ -117,7 +104,7 @@ def wire(ui: SimpleNamespace) -> None:
     triggers = [ui.compare.click, ui.prompt.submit]
     message = [ui.memory, ui.prompt, ui.answer, ui.drafted]
     sent = gr.on(triggers, send, [*message, *how], outputs, js="putTakenMessage", **many)
-    retried = gr.on([getattr(ui, name).retry for name in COLUMNS], retry, ui.memory, outputs, **many)
+    retried = gr.on([getattr(ui, name).retry for name in cards.COLUMNS], retry, ui.memory, outputs, **many)
     for event in (sent, retried):
         event.then(answer, [ui.memory, *how, *manner], outputs, **turn)
     ui.file.upload(read_file, [ui.memory, ui.file, *manner], outputs, **turn)
@@ -148,8 +135,8 @@ def key_of(browser: Browser) -> Key:
 def show(key: Key) -> dict[str, Any]:
     """Show a chat: its turns, what is not answered yet, and what each model remembers."""
     talk = chats.look_up(key) or Chat(Settings())
-    shown: dict[str, Any] = columns_of(talk, chats.asked(key))
-    return shown | {HEADS[name]: head_card(name) for name in HEADS} | heads_of(talk)
+    shown: dict[str, Any] = cards.columns_of(talk, chats.asked(key))
+    return shown | {cards.HEADS[name]: cards.head_card(name) for name in cards.HEADS} | cards.heads_of(talk)
 
 
 def show_kept(browser: Browser, another: bool = False) -> dict[str, Any]:
@@ -165,12 +152,12 @@ def last_note(talk: Chat | None) -> str:
     """Compare the answers to the last message; a student that answers alone is compared with none."""
     if talk is None or talk.state or not talk.turns:
         return ""
-    return turn_note(talk.turns[-1].answers, talk.turns[-1].message.answer)
+    return cards.turn_note(talk.turns[-1].answers, talk.turns[-1].message.answer)
 
 
 def draft(pictures: Sequence[bytes]) -> dict[str, Any]:
     """Show the pictures that the next message has."""
-    shown = gr.HTML("".join(map(picture_html, pictures)))
+    shown = gr.HTML("".join(map(cards.picture_html, pictures)))
     return {"drafted": tuple(pictures), "drafts": shown, "drop_pictures": gr.Button(visible=bool(pictures))}
 
 
@@ -194,10 +181,10 @@ def send(
 def add_picture(browser: Browser, path: str | None, drafted: tuple[bytes, ...]) -> list[Any]:
     """Let the next message show a picture."""
     try:
-        picture, shown = take_picture(path), len(drafted or ())
+        picture, shown = cards.take_picture(path), len(drafted or ())
         if (talk := chats.look_up(key := key_of(browser))) is not None:
             shown += talk.pictures
-        check_pictures(1 + shown + sum(len(message.pictures) for message in chats.asked(key)))
+        cards.check_pictures(1 + shown + sum(len(message.pictures) for message in chats.asked(key)))
     except LinearizerError as error:
         return update(chat_note=message_box(str(error), "bad"))
     return update(**draft((*(drafted or ()), picture)), chat_note="")
@@ -251,13 +238,13 @@ def show_answers(
     before = talk.tokens if talk else 0
     for talk, news in answers.compare_models(browser.visitor, browser.run_name, message, *how, settings, NAME):
         if isinstance(news, StateSizes):
-            heads = heads_of_reading(news, 0 if news.again else before)
-            yield update(**heads, chat_note=reading_note(news, "the prompt"))
+            heads = cards.heads_of_reading(news, 0 if news.again else before)
+            yield update(**heads, chat_note=cards.reading_note(news, "the prompt"))
         else:
             if turn is None:
                 chats.take_asked(key)
             turn = news
-            yield update(**columns_of(talk, chats.asked(key)), **heads_of(talk), chat_note="")
+            yield update(**cards.columns_of(talk, chats.asked(key)), **cards.heads_of(talk), chat_note="")
     yield update(**show(key), **({} if turn is None else {"chat_note": last_note(talk)}))
 
 
@@ -267,12 +254,12 @@ def read_file(browser: Browser, path: str | None, *manner: Any) -> Iterator[list
     from linearizer.run.results import StateSizes
 
     text, key = take_text(path), key_of(browser)
-    yield update(**columns_of(Chat(Settings()), []), chat_note=message_box(LOADING))
+    yield update(**cards.columns_of(Chat(Settings()), []), chat_note=message_box(LOADING))
     for _, news in answers.read_document(browser.visitor, browser.run_name, text, read_settings(*manner), NAME):
         assert isinstance(news, StateSizes), "nothing is written"
-        yield update(**heads_of_reading(news, 0), chat_note=reading_note(news, "the document"))
+        yield update(**cards.heads_of_reading(news, 0), chat_note=cards.reading_note(news, "the document"))
     if (talk := chats.look_up(key)) is not None and talk.document is not None:
-        yield update(**columns_of(talk, chats.asked(key)), chat_note=message_box("Now ask about the document."))
+        yield update(**cards.columns_of(talk, chats.asked(key)), chat_note=message_box("Now ask about the document."))
 
 
 @handler
@@ -297,7 +284,7 @@ def load_state(browser: Browser, path: str | None, *manner: Any) -> Iterator[lis
         for _, news in answers.load_state(browser.visitor, browser.run_name, file, read_settings(*manner), NAME):
             assert isinstance(news, StateSizes), "nothing is written"
             note = message_box(f"The student remembers {news.tokens:,} tokens. Now ask about them.")
-            yield update(**show(key) | heads_of_reading(news, 0), chat_note=note)
+            yield update(**show(key) | cards.heads_of_reading(news, 0), chat_note=note)
     except LinearizerError as error:
         yield update(chat_note=message_box(str(error).replace(repr(str(file)), "the file"), "bad"))
 
