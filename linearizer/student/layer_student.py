@@ -241,7 +241,7 @@ class LayerStudent(nn.Module):
         if cap is not None or sink is not None:
             scores = Scores(cap, None if sink is None else sink.view(self.kv_heads, -1))
         if torch.compiler.is_dynamo_compiling():  # the definition reads values, which breaks graphs
-            kernels = None if scores is not None else find_kernels()
+            kernels = find_kernels()
             served = kernels is not None and kernels.serves_graph(self, query, key, real, states)
             attend = attend if served else self.attend_uncompiled
         if device == "meta" or not torch.is_autocast_enabled(device):

@@ -169,11 +169,11 @@ class LayerInC:
             state_at = [x for x in present if x >= LAYER_TENSORS and (x - LAYER_TENSORS) % GROUP_TENSORS > len(MERGING)]
             input_at = [index for index in present if index not in state_at]
             tensors_at = ([self.addressed[index] for index in indices] for indices in (input_at, state_at))
-            numbers, wide = self.served.numbers, self.served.wide
-            read_heads(q, k, v, real, out, self.count, *tensors_at, input_at, state_at, numbers, wide)
+            extra = input_at, state_at, self.served.numbers, self.served.wide
+            read_heads(q, k, v, [real, learned_sinks], out, self.count, *tensors_at, *extra)
         else:
-            extra = real, out, self.count, learned_sinks
-            call_kernel(self.served.kernel, self.sizes, self.addresses, q, k, v, *extra)
+            given = real, out, self.count, learned_sinks
+            call_kernel(self.served.kernel, self.sizes, self.addresses, q, k, v, *given)
         if memory is None:
             return
         self.count.add_(q.shape[-2] if real is None else real.sum(-1))
@@ -227,20 +227,20 @@ def call_kernel(
 
 
 @as_custom_op(
-    "(Tensor q, Tensor k, Tensor v, Tensor? real, Tensor(a!) out, Tensor count, Tensor[] inputs, Tensor(b!)[] states, "
-    "int[] input_at, int[] state_at, int[] numbers, bool wide) -> ()"
+    "(Tensor q, Tensor k, Tensor v, Tensor?[] given, Tensor(a!) out, Tensor count, Tensor[] inputs, "
+    "Tensor(b!)[] states, int[] input_at, int[] state_at, int[] numbers, bool wide) -> ()"
 )
 def read_heads(
-    q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, out: Tensor, count: Tensor, inputs: list[Tensor],
+    q: Tensor, k: Tensor, v: Tensor, given: list[Tensor | None], out: Tensor, count: Tensor, inputs: list[Tensor],
     states: list[Tensor], input_at: list[int], state_at: list[int], numbers: list[int], wide: bool,
 ) -> None:  # fmt: skip
-    """Read as a step of a graph, where addresses change from call to call."""
+    """Read as a step of a graph, where addresses change from call to call; `given`: real tokens and learned sinks."""
     kernel = load_kernel("read_heads", working_dtype(k), wide)
     assert kernel is not None
     placed: list[Tensor | None] = [None] * (LAYER_TENSORS + GROUP_TENSORS * numbers[1])
     for index, x in zip((*input_at, *state_at), (*inputs, *states), strict=True):
         placed[index] = x
-    call_kernel(kernel, pack_numbers(*numbers), addresses_of(*placed), q, k, v, real, out, count)
+    call_kernel(kernel, pack_numbers(*numbers), addresses_of(*placed), q, k, v, given[0], out, count, given[1])
 
 
 def layout_of(group: Any, k: Tensor, v: Tensor, work: torch.dtype) -> dict[str, Tensor]:
