@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -175,6 +175,8 @@ def write_in_turns(
 
         updated = time.monotonic()
         while any([writer.write_token() for writer in writers]):
+            for writer in writers[1:]:
+                writer.part_from(writers[0])
             if time.monotonic() - updated >= UPDATE_SECONDS:
                 yield compare()
                 updated = time.monotonic()
@@ -201,11 +203,30 @@ class Writer:
         self.reader, self.tokenizer = reader, tokenizer
         self.written: list[int] = []
         self.first_seconds = self.seconds = reader.seconds
+        self.logits: Tensor | None = None  # of the newest token, (1, vocabulary)
+        self.chances: tuple[tuple[float, float], tuple[float, float]] | None = None
         ids, before = (
             torch.tensor([tokens], dtype=torch.long, device=model.device) for tokens in ([last], reader.tokens)
         )
         reader.unread = [last]
-        self.tokens = generate_tokens(model, ids, reader.cache, new_tokens, seed, sample, before)
+        self.tokens = generate_tokens(model, ids, reader.cache, new_tokens, seed, sample, before, self.keep_logits)
+
+    def keep_logits(self, logits: Tensor) -> None:
+        self.logits = logits.clone()  # a graph writes the next ones to the same place
+
+    def part_from(self, teacher: Writer) -> None:
+        """Note what both give the two tokens, where the newest is the first that differs from the teacher's."""
+        place = len(self.written) - 1
+        if self.chances or len(teacher.written) != len(self.written) or teacher.written[place] == self.written[place]:
+            return
+        tokens = teacher.written[place], self.written[place]
+        self.chances = teacher.chances_of(*tokens), self.chances_of(*tokens)
+
+    def chances_of(self, *tokens: int) -> tuple[float, float]:
+        """Return the probabilities of two tokens in the place of the newest, whatever the temperature."""
+        assert self.logits is not None, "it has written a token"
+        first, second = self.logits[0].softmax(-1)[[*tokens]].tolist()
+        return first, second
 
     def write_token(self) -> bool:
         """Write one more token; return False if the text has ended."""
@@ -228,5 +249,6 @@ class Writer:
         rate = (count - 1) / later if count > 1 and later > 0 else 0.0
         text = self.tokenizer.decode(self.written, skip_special_tokens=True)
         difference = find_difference(self.tokenizer, teacher, self.written)
+        difference = difference and replace(difference, chances=self.chances)
         read, size = len(self.reader.tokens), self.reader.bytes()
         return Side(text, count, self.first_seconds, rate, read, size, difference)

@@ -97,7 +97,7 @@ def profile_layers(recorder: Recorder, settings: ProfileSettings) -> Steps[dict[
             details: dict[str, object] = {}
             if len(measured[index]) <= len(recorder.samples[index].keys):  # query heads follow
                 details = {"layer": index, "freedoms": settings.at_reference(head.freedoms)}
-            yield Progress(EventName.PROFILE, done + 1, len(heads), "heads", details)
+            yield Progress(EventName.PROFILE, done + 1, len(heads), "query and KV heads", details)
     return {index: layer_profile(layer, measured[index], settings) for index, layer in recorder.samples.items()}
 
 

@@ -9,7 +9,6 @@ the options of plans and requests.
 
 from __future__ import annotations
 
-import inspect
 import os
 import shutil
 import time
@@ -19,27 +18,23 @@ from dataclasses import asdict, dataclass, fields, replace
 from glob import escape, glob
 from typing import Any
 
-import gradio as gr
-
 from linearizer.errors import LinearizerError, ModelNotAvailable, RequestError
 from linearizer.hub.jobs_api import Hardware
 from linearizer.hub.repository import Preview, Published
-from linearizer.page import chat as answers
-from linearizer.page import chats, limits, plan_cards, sending, zerogpu
-from linearizer.page.calls import endpoint
-from linearizer.page.chats import Settings
-from linearizer.page.planning import EFFORTS, ExaminedEncoder, examine_model, make_encoder_plan, make_plan
+from linearizer.page import limits, plan_cards, sending, zerogpu
+from linearizer.page.chat import answers, cards, chats
+from linearizer.page.chat.chats import Settings
+from linearizer.page.planning import ExaminedEncoder, examine_model, make_encoder_plan, make_plan
 from linearizer.page.visitors import Visitor, check_name, on_space
-from linearizer.plan.encoder_plan import EncoderInspection, EncoderPlan
+from linearizer.plan.encoder_plan import EncoderInspection
 from linearizer.plan.inspection import Inspection
-from linearizer.plan.options import options_of
 from linearizer.plan.plan import ADJUSTABLE, Plan
 from linearizer.report import markup
 from linearizer.report.head_needs import needs_of
 from linearizer.report.verdict import Verdict
 from linearizer.run.files import writing
 from linearizer.run.folder import Run
-from linearizer.run.results import PARTS, Request, StateSizes
+from linearizer.run.results import Request, StateSizes
 from linearizer.workers import control, runs
 from linearizer.workers.control import Status
 
@@ -255,7 +250,7 @@ def stop_run(visitor: Visitor, run: str) -> str:
     return control.state_of(opened)
 
 
-def use_run(visitor: Visitor, run: str) -> str:
+def end_training(visitor: Visitor, run: str) -> str:
     """End a run's training at this step, and judge and save the student as it is; return its state."""
     control.use_now(opened := visitor.find_own_run(run))
     return control.state_of(opened)
@@ -334,14 +329,19 @@ def compare_models(
     system: str = "",
     window: bool = True,
     chat: str = "",
+    pictures: list[str] | None = None,
 ) -> dict[str, Fact]:
     """Let teacher, student and a plain window answer a prompt; return their texts, tokens per second and bytes.
 
     prompt: {prompt}. tokens: {tokens}. seed: {seed}. as_chat: in the model's template, if it has one; else all
     continue the prompt. system: the system message of the template. window: whether the window takes part.
     chat: a name of your own; calls with the same name continue one chat, after a document as after a turn.
+    pictures: {pictures}, which the models see before the prompt, if they read pictures.
     """
-    choices = chats.Message(prompt), tokens, seed, sample, Settings(as_chat, system, window), chat
+    talk = chats.look_up(chats.key_of(visitor, visitor.find_run(run), chat))
+    cards.check_pictures(len(pictures or ()) + (talk.pictures if talk else 0))
+    message = chats.Message(prompt, pictures=tuple(map(cards.take_address, pictures or ())))
+    choices = message, tokens, seed, sample, Settings(as_chat, system, window), chat
     *_, (talk, _) = answers.compare_models(visitor, run, *choices)
     return asdict(talk.turns[-1].answers)
 
@@ -395,41 +395,9 @@ def publish_run(visitor: Visitor, run: str, repo_id: str, private: bool = True) 
 
 ENDPOINTS = (
     search_models, inspect_model, estimate_run, start_run, start_encoder_run, list_hardware, start_job, run_status,
-    list_runs, stop_run, use_run, resume_run, rename_run, delete_run, evaluate_run, evaluation_status,
+    list_runs, stop_run, end_training, resume_run, rename_run, delete_run, evaluate_run, evaluation_status,
     stop_evaluation, head_needs, share_budget, branch_run, compare_models, read_document, end_chat, download_student,
     preview_publication, publish_run,
 )  # fmt: skip
 WITHOUT_SECRET = (search_models, inspect_model, estimate_run, list_hardware)  # whose calls send no secret
 ONE_AT_A_TIME = (compare_models, read_document)
-
-
-def add_endpoints() -> None:
-    """Make every action an endpoint under its own name."""
-    for action in ENDPOINTS:
-        gr.api(
-            endpoint(action, with_secret=action not in WITHOUT_SECRET),
-            api_name=action.__name__,
-            api_description=(inspect.getdoc(action) or "").format_map(described_options()),
-            concurrency_limit=1 if action in ONE_AT_A_TIME else 4,
-        )
-
-
-def described_options() -> dict[str, str]:
-    """Return the texts that replace the braces in descriptions: the values that options may have."""
-    plan, encoder, request = (options_of(kind) for kind in (Plan, EncoderPlan, Request))
-    return {
-        "budget": plan["budget"].limits.about,
-        "seed": plan["seed"].limits.about,
-        "efforts": ", ".join(EFFORTS),
-        "parts": ", ".join(PARTS),
-        "prompt": "at most as many tokens as the model reads, minus those it writes",
-        "tokens": f"1 to {limits.MAX_COMPARED_TOKENS}",
-        "plan": list_options({name: plan[name] for name in plan if name not in ("model", "budget")}),
-        "encoder": list_options({name: encoder[name] for name in encoder if name not in ("model", "budget")}),
-        "request": list_options({name: request[name] for name in request if name != "parts"}),
-    }
-
-
-def list_options(options: dict[str, Any]) -> str:
-    """List options, each with the values that it may have."""
-    return f"a dictionary of {'; '.join(f'{name}: {option.help}' for name, option in options.items())}"

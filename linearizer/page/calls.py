@@ -11,10 +11,10 @@ from __future__ import annotations
 import gc
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
-from functools import cached_property, wraps
+from functools import cache, cached_property, wraps
 from importlib import import_module
 from typing import Any, TypeAlias, get_type_hints
 
@@ -22,10 +22,17 @@ import gradio as gr
 from pydantic import validate_call
 
 from linearizer.errors import LinearizerError
+from linearizer.page.chat.cards import MAX_PICTURES
+from linearizer.page.limits import MAX_COMPARED_TOKENS
+from linearizer.page.planning import EFFORTS
 from linearizer.page.visitors import Visitor, find_visitor
+from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.json_products import explained_faults
+from linearizer.plan.options import Option, options_of
+from linearizer.plan.plan import Plan
 from linearizer.report import markup
 from linearizer.run.folder import Run
+from linearizer.run.results import PARTS, Request
 
 Profile: TypeAlias = gr.OAuthProfile | None
 Token: TypeAlias = gr.OAuthToken | None
@@ -140,6 +147,40 @@ def endpoint(action: Callable[..., Any], with_secret: bool) -> Callable[..., Any
     call.__signature__ = signature  # type: ignore[attr-defined]
     call.__annotations__ = {entry.name: entry.annotation for entry in parameters} | {"return": types["return"]}
     return call
+
+
+def add_endpoint(action: Callable[..., Any], with_secret: bool, at_a_time: int) -> None:
+    """Make an action an endpoint under its own name; it answers so many calls at a time."""
+    gr.api(
+        endpoint(action, with_secret),
+        api_name=action.__name__,
+        api_description=(inspect.getdoc(action) or "").format_map(described_options()),
+        concurrency_limit=at_a_time,
+    )
+
+
+@cache
+def described_options() -> dict[str, str]:
+    """Return the texts that replace the braces in descriptions: the values that options may have."""
+    plan, encoder, request = (options_of(kind) for kind in (Plan, EncoderPlan, Request))
+    return {
+        "budget": plan["budget"].limits.about,
+        "seed": plan["seed"].limits.about,
+        "efforts": ", ".join(EFFORTS),
+        "parts": ", ".join(PARTS),
+        "prompt": "at most as many tokens as the model reads, minus those it writes",
+        "pictures": f"at most {MAX_PICTURES} in a chat, as URLs with data (data:image/png;base64,…)",
+        "tokens": f"1 to {MAX_COMPARED_TOKENS}",
+        "plan": list_options(plan, "model", "budget"),
+        "encoder": list_options(encoder, "model", "budget"),
+        "request": list_options(request, "parts"),
+    }
+
+
+def list_options(options: Mapping[str, Option], *others: str) -> str:
+    """List options, except some, each with the values that it may have."""
+    listed = (f"{name}: {option.help}" for name, option in options.items() if name not in others)
+    return f"a dictionary of {'; '.join(listed)}"
 
 
 def to_plain(value: Any) -> Any:

@@ -58,6 +58,10 @@ EVALUATION_ENDS = {
     "stopped": "Stopped; the finished parts are kept. Press Evaluate to continue.",
     "lost": "Its process is gone; the finished parts are kept. Press Evaluate to continue.",
 }
+EXAMPLE = message_box("A finished example that comes with Linearizer: chat with its student under Compare.")
+WEIGHTLESS = message_box(
+    "This example comes without weights: to use, evaluate or publish such a student, take the demo and start a run."
+)
 
 
 def run_card(status: Status, name: str, now: float, worked: float = 0.0) -> str:
@@ -73,6 +77,8 @@ def run_card(status: Status, name: str, now: float, worked: float = 0.0) -> str:
     if moving:
         lines.append(step_bar(moving, now))
     lines.append(turn)
+    if (work := status.evaluation) is not None and work.live:
+        lines.append(evaluation_card(work, now))
     if status.error and status.state in ("failed", "stopped", "done"):
         lines.append(message_box(status.error, "bad" if status.state == "failed" else "note"))
     facts = [plan.model, plan.budget_in_words, name]
@@ -90,7 +96,8 @@ def run_card(status: Status, name: str, now: float, worked: float = 0.0) -> str:
     if status.live:
         facts.append("you may close the page, the run goes on")
     link = copy_button("Copy link", f"?run={quote(name)}")
-    return f'{"".join(lines)}<p class="lz-faint">{escape(" · ".join(facts))} · {link}</p>'
+    note = EXAMPLE if is_example(status.run) else ""
+    return f'{"".join(lines)}<p class="lz-faint">{escape(" · ".join(facts))} · {link}</p>{note}'
 
 
 def turn_line(run: Run, now: float) -> str:
@@ -160,7 +167,12 @@ def training_card(status: Status, events: Sequence[Mapping[str, Any]]) -> str:
         return message_box("Training begins once the teacher is measured.")
     newest = events[-1]
     pairs = [("tokens a second", f"{newest['tokens_per_second']:,.0f}")]
-    pairs += [(title, f"{newest[name]:.4f}") for name, title in ERRORS.items() if newest.get(name) is not None]
+    first = {name: next((event[name] for event in events if event.get(name) is not None), None) for name in ERRORS}
+    pairs += [
+        (f"{title}; {first[name]:.4g} at first", f"{newest[name]:.4g}")
+        for name, title in ERRORS.items()
+        if newest.get(name) is not None
+    ]
     ended_early = status.state == "done" and newest["done"] < newest["total"]
     end_note = message_box(f"Training was ended at {newest['done']} of {newest['total']} steps.") if ended_early else ""
     warnings = [message_box(str(text)) for event in events for text in event.get("events", ())][-3:]
@@ -205,6 +217,8 @@ def use_card(run: Run) -> str:
     """Show the code that loads and serves a student on this machine."""
     from linearizer.publish.card import EncoderCard
 
+    if is_example(run):
+        return WEIGHTLESS
     if not run.checkpoint.is_dir():
         return ""
     if on_space():

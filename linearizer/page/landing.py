@@ -1,20 +1,39 @@
-"""The first page: a text that three models read, replayed from a recording, and measurements of a real model.
+"""The first page: a text that three models read, replayed from a recording, measurements of a real model, and the
+choice of a model.
 
-They are in real_model.json, which `python -m tests.benchmarks.landing` writes from the results of the benchmarks.
+The recording and the measurements are in real_model.json, which `python -m tests.benchmarks.landing` writes from the
+results of the benchmarks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from html import escape
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import gradio as gr
 
 from linearizer.amounts import size
+from linearizer.errors import LinearizerError, RequestError
+from linearizer.page import actions, plan_cards, plan_form, planning, run_list
+from linearizer.page.calls import QUICK, SLOW, Browser, handler
+from linearizer.page.plan_form import FORM, show_form
+from linearizer.page.planning import Examined, ExaminedEncoder, Known, make_plan
+from linearizer.page.visitors import EXAMPLE_NAME
 from linearizer.plan.json_products import JsonProduct
+from linearizer.plan.plan import DEFAULT_BUDGET
+from linearizer.report import markup
 from linearizer.report.line_chart import Axis, Line, draw_lines
 from linearizer.report.markup import folded, table, values_list
+from linearizer.workers import control
+
+if TYPE_CHECKING:
+    from linearizer.workers.forecast import RunForecast
 
 FILE = Path(__file__).with_name("real_model.json")
 KL = Axis(0.0003, 0.4, ((0.001, "0.001"), (0.01, "0.01"), (0.1, "0.1")))
@@ -23,6 +42,22 @@ MEGABYTES = Axis(2, 250, ((3, "3"), (10, "10"), (30, "30"), (100, "100")))
 STUDENT, WINDOW = "student", "window"
 SIDES = (("teacher", "The model"), (STUDENT, "Its student"), (WINDOW, "A plain window"))
 SHOWN = 260  # characters of the text that are shown while it is read
+UNCHOSEN = "Choose a model to continue"
+SEARCH_ABOUT = "a name on the Hub, a folder, or a GGUF file"
+MODELS = {  # suggestions, by the titles of their buttons
+    "Take the demo (14 MB)": "demo",
+    "SmolLM2-135M-Instruct": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "Qwen3-0.6B": "Qwen/Qwen3-0.6B",
+}
+SMOL = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+SMOL |= {"num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192}
+QWEN = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
+QWEN |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
+KNOWN = {  # of the suggested models of the Hub
+    "HuggingFaceTB/SmolLM2-135M-Instruct": Known("llama", 134_515_008, 269_060_552, SMOL),
+    "Qwen/Qwen3-0.6B": Known("qwen3", 751_632_384, 1_503_300_328, QWEN),
+}
+MAX_LINKED_RUNS = 4  # of a visitor, on the first page
 
 
 @dataclass(frozen=True)
@@ -79,6 +114,113 @@ class RealModel(JsonProduct):
 @cache
 def read_model() -> RealModel:
     return RealModel.from_json(FILE.read_text(encoding="utf-8"))
+
+
+def place(ui: SimpleNamespace) -> None:
+    gr.HTML(hero_html(), elem_id="hero")
+    with gr.Row(elem_classes="lz-pick"):
+        look: dict[str, Any] = {"allow_custom_value": True, "elem_id": "model", "scale": 3, "min_width": 300}
+        ui.model = gr.Dropdown([], value=None, label="Model", info=SEARCH_ABOUT, **look)
+        ui.to_budget = gr.Button(
+            UNCHOSEN, variant="primary", interactive=False, elem_id="to-budget", scale=1, min_width=200
+        )
+    with gr.Row(elem_classes="lz-chips"):
+        ui.models = {
+            model: gr.Button(title, size="sm", min_width=90, elem_id=model.rpartition("/")[2])
+            for title, model in MODELS.items()
+        }
+    ui.takes = gr.HTML(takes_html(dict.fromkeys(MODELS.values(), "…")), elem_id="takes")
+    ui.model_card = gr.HTML(elem_id="model-card")
+    link = f'<a href="?run={EXAMPLE_NAME}" id="example">Look at a finished example, and chat with its student</a>'
+    ui.last_runs = gr.HTML(elem_id="last-runs")
+    gr.HTML(f'<p class="lz-links">{link}</p>{real_model_html()}', elem_id="gain")
+
+
+def wire(ui: SimpleNamespace) -> None:
+    parts = {**vars(ui), **ui.encoder_fields, "text_only": ui.fields["text_only"]}
+    outputs = [ui.model_card, ui.inspection, ui.to_budget, ui.step_2, *(parts[name] for name in plan_form.FORM)]
+    ui.model.key_up(search_models, ui.memory, ui.model, **{**QUICK, "trigger_mode": "always_last"})
+    # queued, because otherwise Gradio would not report the change of the inspection's State to the page
+    ui.model.change(show_model, [ui.memory, ui.model, ui.budget], outputs, show_progress_on=ui.model_card, **SLOW)
+    for model, button in ui.models.items():
+        button.click(lambda model=model: model, None, ui.model, **QUICK)
+    # leaving a run may have closed the second step
+    ui.to_budget.click(lambda: (gr.Tabs(selected=2), gr.Tab(interactive=True)), None, [ui.walk, ui.step_2], **QUICK)
+
+
+def takes_html(facts: Mapping[str, str], device: str = "this machine") -> str:
+    """List what a run of each suggested model takes."""
+    listed = "".join(
+        f"<li><b>{escape(name.rpartition('/')[2])}</b> {escape(text)}</li>" for name, text in facts.items()
+    )
+    return f'<p class="lz-faint">A usual run on {escape(device)} takes:</p><ul class="lz-takes lz-faint">{listed}</ul>'
+
+
+@handler
+def forecast_models(browser: Browser) -> str:
+    """Forecast a run of each suggested model on this machine."""
+    facts, device = dict[str, str](), "a CPU"
+    for name in MODELS.values():
+        known, plan = KNOWN.get(name), make_plan(name, DEFAULT_BUDGET, "Quick", {})
+        examined = known.examine(name) if known else planning.examine_model(browser.visitor, name)
+        if isinstance(examined, Examined):
+            forecast, machine = examined.with_runs(browser.visitor).forecast(plan), planning.machine_of(plan)
+            facts[name] = takes(forecast)
+            if machine is not None:
+                device = machine.device
+                facts[name] += "" if machine.fits(forecast) else "; that does not fit here now"
+    return takes_html(facts, device)
+
+
+def takes(forecast: RunForecast) -> str:
+    """Say in a line what a run takes."""
+    load = f", {size(forecast.download_bytes)} to download" if forecast.download_bytes else ""
+    return f"{plan_cards.time_range(forecast)}, {size(forecast.memory_bytes)} of memory{load}"
+
+
+@handler
+def list_last_runs(browser: Browser) -> str:
+    """Link to the runs that the visitor began last; an unknown visitor has none."""
+    with suppress(LinearizerError):
+        return run_list.last_runs(control.runs_in(browser.visitor.home, MAX_LINKED_RUNS))
+    return ""
+
+
+@handler
+def search_models(browser: Browser, key: gr.KeyUpData) -> Any:
+    """Search while the visitor types; without a network, the field tells."""
+    try:
+        names, about = actions.search_models(browser.visitor, key.input_value), SEARCH_ABOUT
+    except RequestError as error:  # the text may still be a folder, or a model in the cache
+        names, about = [], markup.without_folders(str(error))
+    return gr.Dropdown(choices=names, info=about)
+
+
+@handler
+def show_model(browser: Browser, model: str | None, budget: float | None) -> tuple[Any, ...]:
+    """Describe a model, and open the next step if it is supported."""
+
+    def show(card: str, chosen: Examined | ExaminedEncoder | None = None, form: Sequence[Any] = ()) -> tuple[Any, ...]:
+        title = "Continue" if chosen else "Choose another model" if model else UNCHOSEN
+        opened = gr.Button(title, interactive=chosen is not None), gr.Tab(interactive=chosen is not None)
+        return card, chosen, *opened, *(form or [gr.skip()] * len(FORM))
+
+    if not model:
+        return show(markup.message_box("No model is named: type one, or take the demo."))
+    try:
+        examined = planning.examine_model(browser.visitor, model)
+    except LinearizerError as error:
+        return show(markup.message_box(str(error), "bad"))
+    if isinstance(examined, ExaminedEncoder):
+        from linearizer.page.encoder_cards import model_card
+
+        encoder = examined.inspection
+        return show(model_card(encoder), examined, show_form(encoder.tokens, budget, encoder))
+    card, inspection = plan_cards.model_card(examined.inspection), examined.inspection
+    if not inspection.supported:
+        return show(card)
+    form = show_form(inspection.max_positions, budget, pictures=inspection.reads_pictures)
+    return show(card, examined.with_runs(browser.visitor), form)
 
 
 def hero_html() -> str:
@@ -168,17 +310,25 @@ def budget_html(model: RealModel, budget: Budget) -> str:
         ("agrees with the model", f"{student.agreement[-1]:.1%}"),
         ("a plain window of the same bytes does", f"{window.agreement[-1]:.1%}"),
     ]
-    lengths = Axis(model.lengths[0], longest, [(length, f"{length // 1024}k") for length in model.lengths])
+    ticks = [(length, f"{length // 1024}k") for length in model.lengths]
+    lengths = Axis(model.lengths[0], longest, ticks, title="length of the text, tokens")
 
-    def line(name: str, values: Iterable[float]) -> Line:
+    def line(name: str, values: Iterable[float], intervals: Sequence[tuple[float, float]] = ()) -> Line:
         kind = {STUDENT: "lz-student", "state": "lz-student", WINDOW: "lz-window"}.get(name, "lz-other")
-        return Line(name, list(zip(model.lengths, values, strict=True)), kind)
+        return Line(name, list(zip(model.lengths, values, strict=True)), kind, intervals)
 
     cache, state = (
         [count / 1e6 for count in counts] for counts in (model.cache_bytes, [budget.state_bytes] * len(model.lengths))
     )
     charts = (
-        ("KL to the model", KL, [line(row.name, [mean for mean, *_ in row.kl]) for row in budget.rows]),
+        (
+            "KL to the model",
+            KL,
+            [
+                line(row.name, [mean for mean, *_ in row.kl], [(low, high) for _, low, high in row.kl])
+                for row in budget.rows
+            ],
+        ),
         ("Agreement with the model", AGREEMENT, [line(row.name, row.agreement) for row in budget.rows]),
         ("Memory, MB", MEGABYTES, [line("cache", cache), line("state", state)]),
     )

@@ -112,7 +112,9 @@ def expected_kl(run: Run | None, plan: Plan) -> str:
     with suppress(LinearizerError):  # the run may be deleted, or its prices may not cover the budget
         predicted, _, basis = predict_kl(run, *share_out(run, plan.budget)).partition(": ")
         limit = basis.partition("; ")[2]
-        return f"{predicted}: by the prices of {run.folder.name}{f'; {limit}' * bool(limit)}" * bool(predicted)
+        length = f"over texts of {run.plan.resolved_length(run.positions):,} tokens"
+        source = f"{length}, by the prices of {run.folder.name}{f'; {limit}' * bool(limit)}"
+        return f"{predicted}: {source}" * bool(predicted)
     return ""
 
 
@@ -177,14 +179,17 @@ def forecast_card(machine: Machine | None, forecast: RunForecast) -> str:
 
 def time_forecast(forecast: RunForecast) -> str:
     """Say how long a run takes, and how sure that is."""
-    seconds, least, most = (
-        None if x is None else duration(x) for x in (forecast.seconds, forecast.least, forecast.most)
+    time = time_range(forecast)
+    runs = "runs" if " to " in time else "run"
+    return f"{time}, as this {'machine’s speed promises' if forecast.least is None else f'model’s last {runs} did'}"
+
+
+def time_range(forecast: RunForecast) -> str:
+    seconds = (
+        (forecast.seconds,) if forecast.least is None or forecast.most is None else (forecast.least, forecast.most)
     )
-    if least is None:
-        return f"about {seconds}, as this machine’s speed promises"
-    return (
-        f"{least} to {most}, as this model’s last runs did" if least != most else f"about {most}, as its last run did"
-    )
+    times = [*dict.fromkeys(map(duration, seconds))]
+    return " to ".join(times) if len(times) > 1 else f"about {times[0]}"
 
 
 def share_out(run: Run, budget: int | None = None) -> tuple[Plan, Allocation]:

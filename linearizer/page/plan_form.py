@@ -8,17 +8,22 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
 from linearizer.errors import RequestError
-from linearizer.page.planning import EFFORTS, make_plan
+from linearizer.page.layout import lead_html
+from linearizer.page.limits import budget_reach
+from linearizer.page.planning import EFFORTS, Examined, ExaminedEncoder, make_plan
 from linearizer.plan.encoder_plan import EncoderPlan
 from linearizer.plan.options import Option, options_of
 from linearizer.plan.plan import ALLOCATION, DEFAULT_BUDGET, MACHINE, MEASURING, TRAINING, Plan
 from linearizer.plan.recipes import RECIPES, by_score, score_in_words
 from linearizer.plan.rule_papers import beginning
+
+if TYPE_CHECKING:
+    from linearizer.plan.encoder_plan import EncoderInspection
 
 TITLES = {"lora": "Rank of adapters", "dtype": "Type of number"}  # of some options
 IN_SIGHT = ("model", "budget", "may_grow", "recipe")
@@ -45,6 +50,11 @@ WAYS = {
         "Measured memory, no training",
         "Every head keeps a window of new tokens, and slots of merged older tokens where these pay.",
         "best",
+    ),
+    "distilled": Way(
+        "Measured memory, then distilled",
+        "The same, then small adapters learn from the teacher’s answers. They stay if they help on other texts.",
+        "distilled",
     ),
     "features": Way(
         "Train linear features",
@@ -185,3 +195,71 @@ def write_encoder_plan(plan: EncoderPlan) -> tuple[Any, ...]:
 def write_value(value: Any) -> str:
     """Write a value of an option as `Option.parse` reads it; None as empty text."""
     return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+ABOUT_BUDGET = (
+    "The student’s memory (its state) may take as many bytes as the teacher’s KV cache takes after this many tokens."
+)
+LEADS = {  # of the second step: its title and text
+    "causal": ("How much may it remember?", ABOUT_BUDGET),
+    "encoder": (
+        "How many tokens may each token see?",
+        "A token of the student costs what a token of the teacher costs among this many tokens, however long the text.",
+    ),
+}
+SLIDERS = {"causal": "Tokens of cache", "encoder": "Tokens that each token sees"}
+# The parts of the second step that change with the model.
+FORM = (
+    *("budget", "plan_lead", "causal_form", "encoder_form", "encoder_sight", "job_part", "text_only"),
+    *ENCODER_IN_SIGHT,
+)
+
+
+def reach_of(positions: int | None = None, planned: int | None = None, **how: Any) -> dict[str, Any]:
+    """Describe the reach of the budget's slider, as arguments of a slider; `how` are others."""
+    least, most = budget_reach(positions, planned)
+    about = f"a whole number from {least} to {most:,}; beyond it, the nearest is taken"
+    return {"minimum": least, "maximum": most, "info": about, **how}
+
+
+def show_form(
+    positions: int | None, budget: float | None, encoder: EncoderInspection | None = None, pictures: bool = False
+) -> list[Any]:
+    """Show the form of a causal model or of an encoder: the range and the title of the slider, and the fields.
+
+    `pictures`: the model reads them, and a student may leave that out.
+    """
+    kind, input_kind = "encoder" if encoder else "causal", encoder and encoder.reads
+    parts = {
+        "budget": gr.Slider(**reach_of(positions, None if budget is None else int(budget), label=SLIDERS[kind])),
+        "plan_lead": gr.HTML(lead_html(*LEADS[kind])),
+        "causal_form": gr.Column(visible=encoder is None),
+        "encoder_form": gr.Column(visible=encoder is not None),
+        "encoder_sight": gr.Column(visible=encoder is not None),
+        "job_part": gr.Accordion(visible=encoder is None),  # jobs do not know encoders
+        "text_only": gr.update(visible=pictures),
+        "length": gr.Textbox(visible=input_kind == "texts"),
+        "text": gr.Textbox(visible=input_kind != "pictures"),
+        "pictures": gr.Textbox(visible=input_kind == "pictures"),
+    }
+    return [parts[part] for part in FORM]
+
+
+def read_form(
+    chosen: Examined | ExaminedEncoder | None,
+    budget: float,
+    effort: str,
+    may_grow: bool,
+    way: str,
+    listed: str,
+    *fields: Any,
+) -> tuple[str, int, str, dict[str, Any]]:
+    """Return the model, budget, effort and options of the form, from the choices in sight and the other fields."""
+    if chosen is None:
+        raise RequestError("no model was chosen yet: choose one in the first step")
+    causal_fields, encoder_fields = fields[: len(OPTIONS)], fields[len(OPTIONS) :]
+    if isinstance(chosen, ExaminedEncoder):
+        options = read_fields(encoder_fields, ENCODER_OPTIONS)
+    else:
+        options = {"may_grow": may_grow, "recipe": recipe_of(way, listed), **read_fields(causal_fields)}
+    return chosen.inspection.name, int(budget), effort, options

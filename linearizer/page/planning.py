@@ -148,16 +148,39 @@ def examine_model(visitor: Visitor, model: str) -> Examined | ExaminedEncoder:
     return Examined(inspection, config, download, tower=tower)
 
 
+@dataclass(frozen=True)
+class Known:
+    """What is known of a model without a network: the kind and the numbers of its config, and the size of its file."""
+
+    kind: str
+    parameters: int
+    bytes: int
+    numbers: Mapping[str, int]
+
+    def examine(self, name: str) -> Examined:
+        """Describe the model as examine_model would."""
+        from transformers import AutoConfig
+
+        from linearizer.hub.models import Source, download_bytes
+        from linearizer.hub.weight_files import SINGLE, Weights
+        from linearizer.teacher.inspect_model import inspect_model
+
+        source = Source(name, None, name, None, False, Weights((SINGLE,), self.parameters, self.bytes))
+        config = AutoConfig.for_model(self.kind, **self.numbers, tie_word_embeddings=True)
+        return Examined(inspect_model(source, config), config, download_bytes(source))
+
+
 def find_priced(visitor: Visitor, inspection: Inspection) -> Run | None:
-    """Find the newest run of a model with prices and a measured student; it may be the example."""
-    files = list[Path]()
+    """Find the run of a model with a measured student whose prices read most, the newest of these, or the example."""
+    files, best, most = list[Path](), None, 0
     with suppress(LinearizerError, OSError):  # the visitor may be unknown
         files = sorted(visitor.home.glob(f"*/{CANDIDATES}"), key=lambda file: -file.stat().st_mtime)
     for run in map(Run, (*(file.parent for file in files), example_folder())):
         with suppress(LinearizerError, OSError):  # it may be damaged or deleted
             if (run.inspection.name, run.inspection.revision) == (inspection.name, inspection.revision):
-                return run
-    return None
+                read = run.plan.texts_priced * run.plan.resolved_length(run.positions)
+                best, most = (run, read) if read > most else (best, most)
+    return best
 
 
 def make_plan(model: str, budget: int, effort: str, options: Mapping[str, Any]) -> Plan:

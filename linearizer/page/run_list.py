@@ -1,4 +1,4 @@
-"""The HTML of the list of runs: a card for each run, and two runs side by side."""
+"""The page of all runs: a card for each run with its actions, and two runs side by side."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from html import escape
+from typing import Any
+
+import gradio as gr
 
 from linearizer.amounts import ago, growing, size
 from linearizer.errors import LinearizerError
+from linearizer.page import actions, layout
+from linearizer.page.calls import ONCE, QUICK, Browser, handler
 from linearizer.page.cards import STEP_SENTENCES, copy_button, state_line, step_bar
+from linearizer.page.layout import browser_memory
+from linearizer.page.visitors import EXAMPLE_NAME
 from linearizer.plan.allocation import StateSize
 from linearizer.plan.plan import Plan
+from linearizer.report import markup
 from linearizer.report.line_chart import Axis, Line, draw_lines
 from linearizer.report.markup import folded, message_box, sentence_html, table
 from linearizer.report.plotly_charts import MIN_DRAWN_KL
@@ -20,9 +28,65 @@ from linearizer.report.tables import describe_heads
 from linearizer.report.verdict import judge_run, of_subject
 from linearizer.run.folder import Run, read_training
 from linearizer.run.names import refuse_encoder
+from linearizer.workers import control
 from linearizer.workers.control import LIVE, Status
 
 RESUMED = ("stopped", "failed", "lost")  # states of runs that can be resumed
+CARD_ACTIONS = {"stop": actions.stop_run, "resume": actions.resume_run, "delete": actions.delete_run}
+PAIR = (("One run", "first"), ("Another run", "second"))
+
+
+def runs_page(page: gr.Blocks) -> None:
+    """Build the page that lists all runs."""
+    memory = browser_memory()
+    layout.header("p")
+    layout.lead("Runs", "Runs go on by themselves; open one to watch it.", "h1")
+    listed, busy = gr.HTML(elem_id="runs", js_on_load="actOnRuns(element, trigger)"), gr.Checkbox(visible="hidden")
+    with gr.Column(visible=False) as two:
+        layout.lead("Two runs side by side", "Plans, heads, quality and bytes.", "h2")
+        with gr.Row(elem_classes="lz-pick"):
+            pair = [gr.Dropdown([], label=label, allow_custom_value=True, elem_id=name) for label, name in PAIR]
+        compared = gr.HTML(elem_id="compared")
+    gr.on([part.change for part in pair], compare_runs, [memory, *pair], compared, **QUICK)
+    acted = listed.click(act_on_run, memory, None, **ONCE)
+    refresh: dict[str, Any] = {"inputs": [memory, busy], "outputs": [listed, two, *pair], **QUICK}
+    acted.success(list_runs, **refresh)
+    gr.on([page.load, gr.Timer(5).tick], list_runs, js="askWhetherBusy", **refresh)
+
+
+@handler
+def list_runs(browser: Browser, busy: bool) -> list[Any]:
+    """List the visitor's runs, unless they are `busy` with a card; offer the undamaged ones for a comparison."""
+    if busy:
+        return [gr.skip()] * 4
+    try:
+        statuses = control.runs_in(browser.visitor.home)
+    except LinearizerError as error:
+        return [markup.message_box(str(error), "bad"), gr.Column(visible=False), *[gr.skip()] * 2]
+    names = [*(status.run.folder.name for status in statuses if isinstance(status.plan, Plan)), EXAMPLE_NAME]
+    return [run_cards(statuses), gr.Column(visible=len(names) > 1), *[gr.Dropdown(choices=names)] * 2]
+
+
+@handler
+def compare_runs(browser: Browser, first_name: str | None, second_name: str | None) -> str:
+    """Set two runs side by side."""
+    if not first_name or not second_name:
+        return ""
+    try:
+        return comparison_card(browser.visitor.find_run(first_name), browser.visitor.find_run(second_name))
+    except LinearizerError as error:
+        return markup.message_box(str(error), "bad")
+
+
+@handler
+def act_on_run(browser: Browser, event: gr.EventData) -> None:
+    """Do what a button on a run's card asks for; a browser may send anything."""
+    sent = event._data if isinstance(event._data, dict) else {}
+    act, run, value = (str(sent.get(name, "")) for name in ("act", "run", "value"))
+    if act == "rename":
+        actions.rename_run(browser.visitor, run, value)
+    elif act in CARD_ACTIONS:
+        CARD_ACTIONS[act](browser.visitor, run)
 
 
 def run_cards(statuses: Sequence[Status]) -> str:

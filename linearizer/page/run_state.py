@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from linearizer.method.decide import decidable
-from linearizer.page import cards, chat, plan_cards
+from linearizer.page import cards, plan_cards
+from linearizer.page.chat import answers
 from linearizer.page.visitors import is_example
 from linearizer.report import markup, plotly_charts
 from linearizer.report.head_needs import Measuring
@@ -111,7 +112,7 @@ class RunState:
             "card": cards.run_card(status, run.folder.name, now, self.worked.seconds),
             "training": cards.training_card(status, self.training),
             "evaluating": "" if evaluation is None else evaluation.state,
-            "evaluating card": "" if is_example(run) else cards.evaluation_card(evaluation, now),
+            "evaluating card": cards.WEIGHTLESS if is_example(run) else cards.evaluation_card(evaluation, now),
         }
         for name, value in values.items():
             self.put(name, value, lambda value=value: value)
@@ -119,6 +120,8 @@ class RunState:
             self.drawn, steps = now, self.training
             mark = (len(steps), steps[-1]["done"] if steps else 0)
             self.put("losses", mark, lambda: plotly_charts.draw_training_losses(steps).to_json() if steps else None)
+        if is_example(run) or run.checkpoint.is_dir():  # which may come after the result
+            self.put("usage", "a student", lambda: cards.use_card(run))
         if run.is_encoder_run:
             self.draw_encoder()
         else:
@@ -147,7 +150,6 @@ class RunState:
         files = [self.run.folder / name for name in (QUALITY, TIMES)]
         if mark := [path.stat().st_mtime_ns for path in files if path.is_file()]:
             self.put("verdict", mark, lambda: encoder_cards.result_card(EncoderRun(self.run)))
-            self.put("usage", mark, lambda: cards.use_card(self.run))
 
     def draw_evaluation(self) -> None:
         """Show the results of the evaluation, if there are any."""
@@ -161,7 +163,6 @@ class RunState:
             self.put(PART_PREFIX + name, hashlib.sha256(repr(part).encode()).hexdigest()[:16], lambda draw=draw: draw)
         if "language" in parts and allocation is not None:
             self.put("verdict", mark, lambda: cards.result_card(run, allocation, parts["language"]))
-            self.put("usage", mark, lambda: cards.use_card(run))
         self.evaluated = mark
 
 
@@ -188,8 +189,8 @@ def possible_actions(status: Status) -> dict[str, bool]:
         "pay": False,  # shown once resuming has asked for an agreement
         "use": training and cards.trains(status.run) and not status.run.has_request("use"),
         "student": status.run.checkpoint.is_dir(),
-        "compare": chat.has_student(status.run) and not status.run.is_encoder_run,
-        "pictures": chat.reads_pictures(status.run),
+        "compare": answers.has_student(status.run) and not status.run.is_encoder_run,
+        "pictures": answers.reads_pictures(status.run),
     }
 
 

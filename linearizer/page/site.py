@@ -17,22 +17,37 @@ from gradio.themes import Color
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 
-from linearizer.page import actions, compare, handlers, layout, limits, link_preview, plan_handlers, polling, sending
-from linearizer.page.calls import ONCE, QUICK, SLOW
-from linearizer.page.visitors import on_space
+from linearizer.errors import LinearizerError
+from linearizer.page import (
+    actions,
+    landing,
+    layout,
+    limits,
+    link_preview,
+    plan_step,
+    result_step,
+    run_steps,
+    sending,
+)
+from linearizer.page.calls import QUICK, Browser, Memory, add_endpoint, begin_import, handler
+from linearizer.page.chat import compare
+from linearizer.page.layout import browser_memory, show_note
+from linearizer.page.run_list import runs_page
+from linearizer.page.run_steps import IDLE_POLL_SECONDS, SOON_SECONDS
+from linearizer.page.visitors import MIN_SECRET_CHARACTERS, on_space
+from linearizer.report import markup
 from linearizer.serve import guards
 from linearizer.serve.server import HOST, LOCAL_HOSTS, address, check_key
 
 STEPS: dict[str, Callable[[SimpleNamespace], None]] = {
-    "Model": partial(layout.place_choice, "model", layout.choose_model),
-    "Budget": partial(layout.place_choice, "plan", layout.choose_plan),
-    "Measure": layout.profile_step,
-    "Train": layout.distil_step,
-    "Result": layout.result_step,
+    "Model": partial(layout.place_choice, "model", landing.place),
+    "Budget": partial(layout.place_choice, "plan", plan_step.place),
+    "Measure": run_steps.place_measuring,
+    "Train": run_steps.place_training,
+    "Result": result_step.place,
     "Compare": compare.place,
 }
 HERE = Path(__file__).parent
-PAIR = (("One run", "first"), ("Another run", "second"))
 QUEUE_SECONDS = 0.02  # between two looks of an idle server at its queue; Gradio looks a thousand times a second
 COMPRESSED_BYTES = 10_000  # larger answers are sent compressed; Gradio itself compresses only files
 STARTED = "/gradio_api/startup-events"  # which Gradio asks for when it starts, without a key; it tells nothing
@@ -47,15 +62,6 @@ NEUTRAL = Color(
 )  # fmt: skip
 
 
-def browser_memory() -> gr.BrowserState:
-    """Store in the browser the run that it watches, and the secret that identifies it; never a token.
-
-    Gradio encrypts the storage with a key, and by default draws another at each start, which would lose every browser.
-    This fixed key protects nothing: whoever can read a browser's storage can read what is in it.
-    """
-    return gr.BrowserState({"secret": "", "run": None}, storage_key="linearizer", secret="linearizer")
-
-
 def build() -> gr.Blocks:
     """Put the page together."""
     ui = SimpleNamespace()
@@ -67,7 +73,7 @@ def build() -> gr.Blocks:
         ui.address = gr.Textbox(visible="hidden", label="run in the address")
         ui.timer = gr.Timer(1.0, active=False)
         layout.header()
-        layout.run_above_steps(ui)
+        run_steps.place_run(ui)
         ui.note = gr.HTML(visible="hidden", elem_id="note")
         parameters = inspect.signature(gr.Tabs).parameters  # without wrapping, a menu hides the steps that do not fit
         wrap: dict[str, Any] = {"overflow_behavior": "wrap"} if "overflow_behavior" in parameters else {}
@@ -79,131 +85,46 @@ def build() -> gr.Blocks:
                     place(ui)
                 ui.pages.append(page)
                 setattr(ui, f"step_{number}", page)
-        actions.add_endpoints()  # before handlers with the same names, or Gradio would number the endpoints
+        for action in actions.ENDPOINTS:  # before handlers with the same names, or Gradio would number the endpoints
+            once = action in actions.ONE_AT_A_TIME
+            add_endpoint(action, action not in actions.WITHOUT_SECRET, 1 if once else 4)
         wire(site, ui)
     with site.route("Runs", "/runs") as runs:
         runs_page(runs)
     return site
 
 
-def runs_page(page: gr.Blocks) -> None:
-    """Build the page that lists all runs."""
-    memory = browser_memory()
-    layout.header("p")
-    layout.lead("Runs", "Runs go on by themselves; open one to watch it.", "h1")
-    listed, busy = gr.HTML(elem_id="runs", js_on_load="actOnRuns(element, trigger)"), gr.Checkbox(visible="hidden")
-    with gr.Column(visible=False) as two:
-        layout.lead("Two runs side by side", "Plans, heads, quality and bytes.", "h2")
-        with gr.Row(elem_classes="lz-pick"):
-            pair = [gr.Dropdown([], label=label, allow_custom_value=True, elem_id=name) for label, name in PAIR]
-        compared = gr.HTML(elem_id="compared")
-    gr.on([part.change for part in pair], handlers.compare_runs, [memory, *pair], compared, **QUICK)
-    acted = listed.click(handlers.act_on_run, memory, None, **ONCE)
-    refresh: dict[str, Any] = {"inputs": [memory, busy], "outputs": [listed, two, *pair], **QUICK}
-    acted.success(handlers.list_runs, **refresh)
-    gr.on([page.load, gr.Timer(5).tick], handlers.list_runs, js="askWhetherBusy", **refresh)
-
-
 def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
     """Connect the parts of the page with their handlers."""
     outputs = [ui.memory, ui.note, ui.timer]
-    opened = site.load(handlers.open_page, [ui.memory, ui.address], outputs, js="readAddress", **QUICK)
+    opened = site.load(open_page, [ui.memory, ui.address], outputs, js="readAddress", **QUICK)
     opened.then(None, None, None, js="() => { window.opened = true }", **QUICK)
-    site.load(handlers.list_last_runs, ui.memory, ui.last_runs, **QUICK)
+    site.load(landing.list_last_runs, ui.memory, ui.last_runs, **QUICK)
+    opened.success(landing.forecast_models, ui.memory, ui.takes, **{**QUICK, "queue": True})
     ui.memory.change(None, ui.memory, None, js="keepInAddress", **QUICK)
     for number, page in enumerate(ui.pages, 1):
         page.select(None, None, ui.at, js=f"() => focusStep({number})", **QUICK)
-    wire_model(ui)
-    wire_plan(ui)
-    wire_run(ui, opened)
-    compare.wire(ui)
-    wire_publish(ui)
-    wire_evaluate(ui)
+    run_steps.wire(ui, opened)
+    for step in (landing, plan_step, result_step, compare):
+        step.wire(ui)
 
 
-def wire_model(ui: SimpleNamespace) -> None:
-    parts = {**vars(ui), **ui.encoder_fields, "text_only": ui.fields["text_only"]}
-    outputs = [ui.model_card, ui.inspection, ui.to_budget, ui.step_2, *(parts[name] for name in plan_handlers.FORM)]
-    ui.model.key_up(handlers.search_models, ui.memory, ui.model, **{**QUICK, "trigger_mode": "always_last"})
-    # queued, because otherwise Gradio would not report the change of the inspection's State to the page
-    ui.model.change(
-        plan_handlers.show_model, [ui.memory, ui.model, ui.budget], outputs, show_progress_on=ui.model_card, **SLOW
-    )
-    for model, button in ui.models.items():
-        button.click(lambda model=model: model, None, ui.model, **QUICK)
-    # leaving a run may have closed the second step
-    ui.to_budget.click(lambda: (gr.Tabs(selected=2), gr.Tab(interactive=True)), None, [ui.walk, ui.step_2], **QUICK)
-
-
-def wire_plan(ui: SimpleNamespace) -> None:
-    form = [ui.budget, ui.effort, ui.may_grow, ui.way, ui.listed, *ui.fields.values(), *ui.encoder_fields.values()]
-    choices, changed = [ui.inspection, *form], [ui.inspection, *form[1:]]
-    outputs = [ui.budget_card, ui.forecast, ui.effort, ui.way, ui.listed, ui.command, ui.plan]
-    newest_only = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => clampSlider('budget', 1, sent)"}
-    changes = [part.change for part in changed]
-    ui.budget.input(plan_handlers.show_budget, choices, ui.budget_card, **newest_only)
-    gr.on([*changes, ui.budget.release], plan_handlers.show_plan, choices, outputs, **newest_only)
-    ui.start.click(plan_handlers.start_run, [ui.memory, *choices], [*watch_outputs(ui), ui.start_note], **ONCE)
-    wire_job(ui, choices)
-    written = [ui.model, *form]
-    uploaded = ui.taken.upload(plan_handlers.take_plan, ui.taken, written, **ONCE)
-    reused = gr.on([ui.change_model.click, ui.change_plan.click], plan_handlers.change_run, ui.memory, written, **ONCE)
-    for filled in (uploaded, reused):  # a slider that a handler sets sends no event
-        filled.success(plan_handlers.show_plan, choices, outputs, **newest_only)
-    reused.success(handlers.leave_run, ui.memory, watch_outputs(ui), **QUICK)
-
-
-def wire_job(ui: SimpleNamespace, choices: list[Any]) -> None:
-    job = [ui.flavor, ui.job_minutes, ui.job_push]
-    ui.job_part.expand(plan_handlers.list_hardware, ui.memory, ui.flavor, **SLOW, show_progress_on=ui.flavor)
-    outputs = [ui.job_sure, ui.job_question, ui.cap]
-    ui.offer.click(
-        plan_handlers.offer_job, [ui.memory, *job, *choices], outputs, **{**ONCE, "show_progress_on": ui.offer}
-    )
-    ui.start_job.click(plan_handlers.start_job, [ui.memory, ui.cap, *job, *choices], watch_outputs(ui), **ONCE)
-    changes = [part.change for part in (*job, *choices)]
-    gr.on(changes, plan_handlers.forget_offer, None, [ui.job_sure, ui.cap], **{**QUICK, "trigger_mode": "always_last"})
-    # in the browser: an answer of the server might arrive late, and erase the refusal of a newer start
-    gr.on(changes, None, None, ui.start_note, js="() => ''", **QUICK)
-
-
-def watch_outputs(ui: SimpleNamespace) -> list[Any]:
-    return [getattr(ui, name) for name in handlers.WATCHED_PARTS]
-
-
-def wire_run(ui: SimpleNamespace, opened: Any) -> None:
-    """Connect the parts that show a run: the page polls when it is opened, and then at every tick."""
-    outputs = [getattr(ui, name) for name in polling.OUTPUTS]
-    card_outputs = [ui.run_card, ui.training, ui.evaluating, ui.mark]
-    for event in (opened.success, ui.timer.tick):
-        event(polling.poll_run, ui.memory, card_outputs, **{**QUICK, "trigger_mode": "once"})
-    ui.all.expand(None, None, ui.opened, js="() => true", **QUICK)
-    changes = [ui.mark.change, ui.opened.change]
-    gr.on(changes, polling.draw_changes, [ui.memory, ui.seen, ui.at, ui.touched, ui.opened], outputs, **QUICK)
-    newest_only = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => clampSlider('other', 1, sent)"}
-    ui.other.input(handlers.share_budget, [ui.memory, ui.other], [ui.other_card, ui.touched], **newest_only)
-    ui.colour.change(None, ui.colour, None, js="colourHeads", **QUICK)
-    ui.branch.click(handlers.branch_run, [ui.memory, ui.other], watch_outputs(ui), **ONCE)
-    ui.to_chat.click(lambda: gr.Tabs(selected=6), None, ui.walk, **QUICK)
-    ui.to_publish.click(None, None, None, js="openPublishing", **QUICK)
-    for name, action in {**handlers.RUN_ACTIONS, "stop_evaluating": actions.stop_evaluation}.items():
-        getattr(ui, name).click(handlers.ask_run(action), ui.memory, [ui.timer, ui.note, ui.pay], **ONCE)
-
-
-def wire_evaluate(ui: SimpleNamespace) -> None:
-    choices = [ui.parts, ui.part_texts, ui.part_tasks, ui.part_limit]
-    ui.evaluate.click(handlers.start_evaluation, [ui.memory, *choices], ui.timer, **ONCE)
-
-
-def wire_publish(ui: SimpleNamespace) -> None:
-    owned, noted = [ui.owner, ui.repo, ui.preview_note], {"show_progress_on": ui.preview_note}
-    ui.publish_part.expand(handlers.list_owners, ui.memory, owned, **SLOW, **noted)
-    target = [ui.memory, ui.owner, ui.repo, ui.private]
-    outputs = [ui.preview_note, ui.files, ui.card_text, ui.card_place, ui.publish]
-    fetched = ui.download.click(handlers.download_student, ui.memory, ui.link, **ONCE)
-    fetched.success(None, ui.link, None, js="fetchFile", **QUICK)
-    ui.preview.click(handlers.preview_publication, target, outputs, **{**ONCE, **noted})
-    ui.publish.click(handlers.publish_run, target, ui.timer, **ONCE)
+@handler
+def open_page(browser: Browser, address: str | None) -> tuple[Memory, Any, Any]:
+    """Show the run that the address names, or the first page."""
+    begin_import()
+    secret, note = str(browser.memory.get("secret") or ""), ""
+    if on_space() and len(secret) < MIN_SECRET_CHARACTERS:
+        secret = secrets.token_urlsafe(24)  # by which the browser is recognised
+    memory: Memory = {"secret": secret, "run": address or None}
+    if memory["run"]:
+        try:
+            memory["run"] = Browser(memory, browser.profile, browser.token).find_run().folder.name
+        except LinearizerError as error:
+            memory["run"] = None
+            note = markup.message_box(str(error), "bad")
+    poll_seconds = SOON_SECONDS if memory["run"] else IDLE_POLL_SECONDS
+    return memory, show_note(note), gr.Timer(poll_seconds, active=True)
 
 
 def theme() -> gr.themes.Base:

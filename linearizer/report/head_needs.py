@@ -11,11 +11,11 @@ from linearizer.method.by_prices import find_equal_share
 from linearizer.plan import head_bytes
 from linearizer.plan.allocation import Allocation, heads_replaced
 from linearizer.plan.head_bytes import Head, Layer
+from linearizer.report.line_chart import SUPERSCRIPTS
 from linearizer.report.tables import Table
 from linearizer.run.folder import Run
 from linearizer.run.measured import Curve, Profile
 
-SUPERSCRIPTS = str.maketrans("-0123456789.", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹·")
 LEVELS = (-40.0, 40.0)  # -log λ between which a budget's λ is sought
 APART = 1 / 3  # of all ranks: heads whose two ranks differ by more are named
 MAX_NAMED = 3  # heads

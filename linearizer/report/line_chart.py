@@ -14,6 +14,7 @@ SPACING = 15.0  # between the names of two lines, at least
 LETTER, APART = 8.0, 8  # the width of a letter of a name, and the gap between a name and its line
 UNMARKED = "lz-unmarked"  # an invisible mark that has a note
 TITLE = 18  # height of the title of an axis
+SUPERSCRIPTS = str.maketrans("-0123456789.", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹·")
 MAX_TICKS, STEPS = 6, (1, 2, 5)  # of an axis on a scale of factors
 Write = Callable[[Sequence[float]], list[str]]  # the numbers of an axis
 
@@ -22,7 +23,14 @@ def write_short(values: Sequence[float]) -> list[str]:
     """Write round numbers in one notation, in at most five letters, for which the left margin has room."""
     if all(1e-3 <= value < 1e5 for value in values):
         return [f"{value:g}" for value in values]
-    return [f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e") for value in values]
+    return [*map(write_power, values)]
+
+
+def write_power(value: float) -> str:
+    """Write a round number by its power of ten: 10⁻⁴, 2·10⁵."""
+    digit, _, power = f"{value:.0e}".partition("e")
+    ten = f"10{str(int(power)).translate(SUPERSCRIPTS)}" if int(power) else "1"
+    return ten if digit == "1" else f"{digit}·{ten}" if int(power) else digit
 
 
 @dataclass(frozen=True)

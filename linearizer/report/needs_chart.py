@@ -8,6 +8,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from linearizer.report.head_needs import HeadNeed, HeadNeeds, power_of_two, write_freedoms
+from linearizer.report.line_chart import Axis
 from linearizer.report.plotly_charts import MIN_DRAWN_KL, new_figure
 
 if TYPE_CHECKING:
@@ -50,13 +51,13 @@ def add_colours(
         if (value := getattr(head, field)) is not None:
             logs[head.head][head.layer] = math.log10(unit * max(value, least))
     finite = [log for row in logs for log in row if log is not None] or [0.0, 2.0]
-    low, high = min(finite), max(finite)
-    ticks = [low + share * (high - low) for share in (0, 0.25, 0.5, 0.75, 1)]
-    bar = {"tickvals": ticks, "ticktext": [f"{10**tick:.2g}" for tick in ticks], "thickness": 10, "outlinewidth": 0}
+    axis = Axis.round(10**log for log in finite)
+    ticks, names = [math.log10(tick) for tick, _ in axis.ticks], [name for _, name in axis.ticks]
+    bar = {"tickvals": ticks, "ticktext": names, "thickness": 10, "outlinewidth": 0}
     figure.add_heatmap(
         z=logs,
-        zmin=low,
-        zmax=max(high, low + 0.05),
+        zmin=math.log10(axis.low),
+        zmax=math.log10(axis.high),
         text=texts,
         hovertemplate="%{text}<extra></extra>",
         colorscale=COLOURS,

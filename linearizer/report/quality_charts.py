@@ -25,10 +25,7 @@ KINDS = {"student": "lz-student", "window": "lz-window", "teacher": "lz-teacher"
 SAME_BYTES = ("student", "window")  # subjects of an evaluation
 MAX_PREDICTED = 60  # points of the line of budgets
 BY_LENGTH = "KL to the teacher over texts of each length, lower is better; the bars: {}."
-BY_BYTES = (
-    "KL to the teacher, lower is better, by bytes of memory. Marks were measured at this run's length; the line is "
-    "predicted from the prices, and corrected by the KL of whole students."
-)
+BY_BYTES = "KL to the teacher over texts of {:,} tokens, lower is better, by bytes of memory; marks were measured."
 
 
 def result_charts(run: Run, allocation: Allocation, part: Part[Language]) -> str:
@@ -80,7 +77,9 @@ def bytes_chart(run: Run, allocation: Allocation, part: Part[Language]) -> str:
     state_bytes = allocation.state_bytes(layers, plan.target_tokens(run.positions) if plan.may_grow else 0)
     sizes = {each.name: each.state_bytes * length // read.length for each in language.subjects}  # caches grow
     sizes |= dict.fromkeys(SAME_BYTES, state_bytes)
-    lines = predicted_line(run)
+    lines, about = predicted_line(run), BY_BYTES.format(length)
+    if lines:
+        about += f" The line is what the prices predict{corrected_by(run)}."
     for subject in subjects:
         if subject.kl is not None and subject.name != "teacher":  # whose KL is zero
             count, kl = max(sizes[subject.name], 1), max(subject.kl.mean, MIN_DRAWN_KL)
@@ -92,21 +91,28 @@ def bytes_chart(run: Run, allocation: Allocation, part: Part[Language]) -> str:
     x = Axis.round(counts, "state or cache, bytes", lambda counts: [size(count) for count in counts])
     y = Axis.round((kl for line in lines for _, kl in line.points), KL)
     cache_line = Line(f"teacher’s cache, {size(cache)}", [(cache, y.low), (cache, y.high)], "lz-teacher", marked=False)
-    return figure("Quality by bytes", BY_BYTES, x, y, [*lines, cache_line], at_ends=True)
+    return figure("Quality by bytes", about, x, y, [*lines, cache_line], at_ends=True)
 
 
 def predicted_line(run: Run) -> list[Line]:
     """Return the line of the KL that prices predict, if prices decide."""
     if run.plan.strategy_spec.decided_by != "prices" or not run.has_file("prices.json"):
         return []
-    correction, token = find_correction(run), head_bytes.cache_bytes(run.layers, 1)
-    factor = 1.0 if correction is None else correction.factor
+    token, factor = head_bytes.cache_bytes(run.layers, 1), factor_of(run)
     priced = thin_points(kl_by_bytes(offers_of(run, run.plan, run.layers)), MAX_PREDICTED)
     points = [(float(count), max(factor * kl, MIN_DRAWN_KL)) for count, kl in priced]
     notes = [f"KL {kl:.2g} predicted with {size(count)}, {count / token:.0f} tokens of cache" for count, kl in points]
-    name = "predicted" + f", × {factor:.2g}" * (factor != 1)
     # named where it begins, as there is room above it
-    return [Line(name, points, "lz-predicted", notes=notes, marked=False, named_first=True)]
+    return [Line("predicted", points, "lz-predicted", notes=notes, marked=False, named_first=True)]
+
+
+def factor_of(run: Run) -> float:
+    """Return the factor by which whole students correct what prices predict."""
+    return 1.0 if (correction := find_correction(run)) is None else correction.factor
+
+
+def corrected_by(run: Run) -> str:
+    return f", times {factor:.2g}, as whole students were measured" if (factor := factor_of(run)) != 1 else ""
 
 
 def named_line(
@@ -131,7 +137,7 @@ def numbers_csv(x: Axis, y: Axis, lines: Sequence[Line]) -> str:
     """Write the points of lines, and their intervals if there are any, as CSV."""
     written = io.StringIO()
     table = csv.writer(written, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
-    table.writerow(("", x.title, y.title, *["95% from", "to"] * any(line.intervals for line in lines)))
+    table.writerow(("line", x.title, y.title, *["95% from", "to"] * any(line.intervals for line in lines)))
     for line in lines:
         for point, ends in zip_longest(line.points, line.intervals, fillvalue=()):
             table.writerow((line.name, *point, *ends))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from linearizer.amounts import columns, from_length, size
+from linearizer.amounts import columns, count_in_words, from_length, size
 from linearizer.plan.allocation import Allocation
 from linearizer.run import results
 from linearizer.run.results import Part
 
 Rows = list[Sequence[object]]
+ALIKE = 0.1  # two shares of repeated text that differ by less are alike
 CATASTROPHIC = "catastrophic: of 10,000 positions, those where the teacher loses less than 0.1 nats and this one over 1"
 
 
@@ -124,7 +125,8 @@ def needle_tables(part: Part[results.Needle]) -> list[Table]:
     needle = part.result
     lengths = [f"{length}{'*' * beyond}" for length, beyond in zip(needle.lengths, needle.extrapolated, strict=True)]
     rows: Rows = [("recalled, at depth", *(f"{depth:.0%}" for depth in needle.depths), "loss", "when new")]
-    for subject in needle.subjects:
+    known = [each for each in needle.subjects if each.name == "teacher" or not teacher_recalls_little(needle)]
+    for subject in known:
         for length, shares, *losses in zip(lengths, subject.correct, subject.loss, subject.surprise, strict=True):
             rows.append((f"{subject.name}, {length}", *cells(shares, ".0%"), *map(format_mean, losses)))
     notes = [describe_texts(part)]
@@ -148,12 +150,23 @@ def generation_tables(part: Part[results.Generation]) -> list[Table]:
     generation = part.result
     rows: Rows = [("", "leaves the teacher", "repeats", "distinct 1", "2", "3", "loss by the teacher", "its choice")]
     for subject in generation.subjects:
-        divergence = "–" if subject.diverged is None else f"after {format_mean(subject.diverged, '.1f')}"
+        divergence = "–" if subject.diverged is None else f"after {format_mean(subject.diverged, '.1f')} tokens"
         by_teacher = *cells([subject.loss]), *cells([subject.likeliest], ".0%")
         name = f"{subject.name}, {'drawn' if subject.sampled else 'greedy'}"
         rows.append((name, divergence, f"{subject.repeated:.0%}", *cells(subject.distinct, ".2f"), *by_teacher))
     prompts = f"{generation.prompts} prompts of {generation.prompt_tokens} tokens, {generation.new_tokens} written"
-    return [Table(rows, (f"{prompts}; {describe_texts(part)}",))]
+    return [Table(rows, (*conclude_writing(generation), f"{prompts}; {describe_texts(part)}"))]
+
+
+def conclude_writing(generation: results.Generation) -> tuple[str, ...]:
+    """Say whether the student repeats itself as its teacher does."""
+    shares = {subject.name: subject.repeated for subject in generation.subjects if not subject.sampled}
+    if not {"teacher", "student"} <= shares.keys():
+        return ()
+    teacher, student = shares["teacher"], shares["student"]
+    words = "as often as" if abs(student - teacher) <= ALIKE else "more than" if student > teacher else "less than"
+    about = f"{student:.0%} and {teacher:.0%} of its runs of four tokens"
+    return (f"greedy, the student repeats itself {words} its teacher ({about})",)
 
 
 def speed_tables(part: Part[results.Speed]) -> list[Table]:
@@ -168,8 +181,8 @@ def speed_tables(part: Part[results.Speed]) -> list[Table]:
             mark = "*" * (pace.extrapolated is not None) + "+" * beyond[pace.length]
             counts = pace.peak_bytes, pace.state_bytes, pace.predicted_bytes
             sizes = ("–" if count is None else size(count) for count in counts)
-            single = *format_rates(pace), *sizes, f"{pace.predicted_operations:.2g}"
-            rows.append((f"{subject.name}, {pace.length}{mark}", *single, *batched.get(pace.length, ("", "", ""))))
+            single = *format_rates(pace), *sizes, count_in_words(round(pace.predicted_operations))
+            rows.append((f"{subject.name}, {pace.length:,}{mark}", *single, *batched.get(pace.length, ("", "", ""))))
     marks = {pace.extrapolated for subject in speed.subjects for pace in subject.paces if pace.extrapolated}
     star = (f"* not measured, for lack of {' and '.join(sorted(marks))}",) * bool(marks)
     plus = ("+ longer than the teacher's positions",) * any(speed.beyond)
@@ -180,10 +193,13 @@ def breakeven_note(breakeven: results.Breakeven | None) -> tuple[str, ...]:
     """Name the lengths from which on the student is better."""
     if breakeven is None:
         return ()
-    return (
-        f"the student remembers less {from_length(breakeven.predicted_bytes)}; it writes with fewer operations "
-        f"{from_length(breakeven.predicted_operations)}, and faster {from_length(breakeven.writing)} as measured",
-    )
+    begins = {
+        "takes fewer bytes than the cache": breakeven.predicted_bytes,
+        "writes with fewer operations": breakeven.predicted_operations,
+        "measurably writes faster": breakeven.writing,
+    }
+    facts = (f"never {does}" if begin is None else f"{does} {from_length(begin)}" for does, begin in begins.items())
+    return (f"the student {'; '.join(facts)}",)
 
 
 def tasks_tables(part: Part[results.Tasks]) -> list[Table]:

@@ -347,6 +347,7 @@ class Difference:
     alike: str  # the text of these
     teacher: str  # the token of each
     own: str
+    chances: tuple[tuple[float, float], tuple[float, float]] | None = None  # of these two: by the teacher, and its own
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from base64 import b64decode
-from io import BytesIO
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from linearizer.errors import RequestError
-from linearizer.teacher.picture_files import NO_PICTURE, read_picture
-
-DATA, BASE64, MAX_MEDIA = "data:image/", ";base64,", 64  # a picture in a URL, and characters up to its content
+from linearizer.teacher.picture_files import NO_URL, is_picture_url, read_picture_url
 
 
 class TextPart(BaseModel):
@@ -28,10 +23,8 @@ class PictureUrl(BaseModel):
     @field_validator("url")
     @classmethod
     def refuse_addresses(cls, url: str) -> str:
-        if not url.startswith(DATA) or BASE64 not in url[:MAX_MEDIA]:
-            raise ValueError(
-                f"{url[:40]!r} is no picture: send it as data:image/…;base64,…, as this server fetches nothing"
-            )
+        if not is_picture_url(url):
+            raise ValueError(NO_URL.format(url[:40]))
         return url
 
 
@@ -44,11 +37,7 @@ class PicturePart(BaseModel):
 
     def read(self) -> Any:
         """Read the picture."""
-        try:
-            content = b64decode(self.image_url.url.partition(BASE64)[2], validate=True)
-        except ValueError as error:
-            raise RequestError(NO_PICTURE) from error
-        return read_picture(BytesIO(content))
+        return read_picture_url(self.image_url.url)
 
 
 class Message(BaseModel):

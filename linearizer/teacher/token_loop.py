@@ -102,6 +102,7 @@ def generate_tokens(
     seed: int,
     sample: bool,
     before: Tensor | None = None,  # (1, tokens) that the cache has read: a penalty of repetitions counts these, too
+    keep_logits: Callable[[Tensor], None] = lambda logits: None,  # called with (1, vocabulary) for every token
 ) -> Iterator[int]:
     """Yield the tokens of the model's `generate`: with its own temperature, and up to its own end of text."""
 
@@ -116,6 +117,7 @@ def generate_tokens(
         choose, texts = draw_tokens([seed], model.device) if sample else choose_likeliest, input_ids
 
         def choose_next(logits: Tensor) -> Tensor:
+            keep_logits(logits)
             all_texts = texts if before is None else torch.cat([before, texts], 1)
             return choose(logits_processor(all_texts, logits))
 

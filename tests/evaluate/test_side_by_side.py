@@ -1,5 +1,7 @@
 """Models in one conversation say what each would say alone, and what they hold is counted as it is."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from linearizer.evaluate.side_by_side import (
 )
 from linearizer.evaluate.subjects import Subject
 from linearizer.plan.head_bytes import cache_bytes
+from linearizer.student.cache import CACHE
 from linearizer.teacher.logits import fresh_cache
 from linearizer.teacher.token_loop import generate_tokens
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of
@@ -57,7 +60,13 @@ def test_all_write_what_they_write_alone_and_are_counted_in_the_units_of_every_o
     for side, written in zip((last.teacher, last.student), alone, strict=True):
         assert side.text == Tokens().decode(written, True)
         assert (side.tokens, side.tokens_read) == (12, 15)  # the last token is not read
-    assert last.student.difference == find_difference(Tokens(), *alone) and last.teacher.difference is None
+    parted, chances = find_difference(Tokens(), *alone), last.student.difference.chances
+    assert replace(last.student.difference, chances=None) == parted and last.teacher.difference is None
+    read = torch.tensor([[5, 6, 7, 8, *alone[0][: parted.place]]])
+    for model, given in zip(pair, chances, strict=True):  # by the model itself, however tokens were drawn
+        logits = model(read, use_cache=True, **{CACHE: fresh_cache(model)}).logits[0, -1]
+        expected = logits.softmax(-1)[[written[parted.place] for written in alone]]
+        assert torch.allclose(torch.tensor(given), expected, atol=1e-4)
     layers = layers_of(pair[0])
     assert last.teacher.state_bytes == cache_bytes(layers, 15)
     assert last.student.state_bytes == allocation_of(layers, MIXED, 2).state_bytes(layers, 15)

@@ -8,8 +8,9 @@ from importlib.util import find_spec
 
 import pytest
 
-from linearizer.page import cards, chat_cards, handlers, plan_cards, run_list
-from linearizer.page.chats import Chat, Message, Settings, Turn
+from linearizer.page import cards, plan_cards, result_step, run_list
+from linearizer.page.chat import cards as chat_cards
+from linearizer.page.chat.chats import Chat, Message, Settings, Turn
 from linearizer.page.visitors import example_folder
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
@@ -53,6 +54,18 @@ def test_a_step_that_has_nothing_to_show_yet_says_what_will_be_there_and_one_tha
     assert cards.trains(run) and not cards.trains(Run.create(tmp_path / "plain", Plan("demo", budget=64)))
 
 
+def test_the_head_of_a_run_says_how_far_its_evaluation_is(waiting):
+    step = {"event": "language", "time": 0.0, "done": 3, "total": 12, "unit": "texts", "part": "language"}
+    work = replace(waiting, state="running", step={**step, "place": 2, "parts": 4})
+    card = cards.run_card(replace(waiting, state="done", evaluation=work), "run", 0.0)
+    assert "done" in card and "part 2 of 4: 3 of 12 texts" in card
+
+
+def test_the_error_of_a_training_stands_beside_what_it_was_at_first(waiting):
+    steps = [{"done": n, "total": 9, "tokens_per_second": 1.0, "attention_error": 9.0 / n} for n in (1, 2)]
+    assert "attention error; 9 at first" in (card := cards.training_card(waiting, steps)) and "4.5" in card
+
+
 def test_the_list_of_runs_says_how_far_each_is(waiting):
     step = {"event": "price", "time": 0.0, "done": 3, "total": 12, "unit": "prices"}
     listed = run_list.run_cards([replace(waiting, state="running", step=step)])
@@ -78,10 +91,15 @@ def test_a_model_that_writes_nothing_ended_at_once():
 
 def test_what_the_others_write_as_the_teacher_does_is_told_in_one_line():
     teacher, student, window = (replace(side(8, 50.0), text="a b c"), *[replace(side(8, 50.0), text="a <d>")] * 2)
-    student = replace(student, difference=Difference(2, "a ", "b", "<d>"))
+    student = replace(student, difference=Difference(2, "a ", "b", "<d>", ((0.5, 0.25), (0.125, 0.75))))
     now = Comparison("Hi", 2, teacher, student, window)
     note = chat_cards.turn_note(now)
-    assert "the student 2 of 8 (25%), the window 8 of 8 (100%). Then the student writes “‹d›” in place of “b”." in note
+    assert (
+        "the student 2 of 8 (25%), the window 8 of 8 (100%). At token 3 the teacher writes “b”, the student “‹d›”"
+        in note
+    )
+    assert "the teacher gives these 50.0% and 25.0%, the student 12.5% and 75.0%." in note
+    assert "the teacher gives these" in chat_cards.turn_note(now, "a b")  # beside what is right, too
     assert messages_of(now)[1] == "a <d>"  # as it was written, so that it is copied so
 
 
@@ -161,7 +179,7 @@ def test_two_runs_are_set_side_by_side_at_equal_lengths_alone(quick_run):
 
 def test_the_card_is_shown_as_the_hub_shows_it_before_it_is_sent(quick_run, root):
     shutil.copytree(quick_run, root / "run")
-    _, _, card, place, _ = handlers.preview_publication({"run": "run"}, None, None, "ann", "student", True)
+    _, _, card, place, _ = result_step.preview_publication({"run": "run"}, None, None, "ann", "student", True)
     facts, _, text = card.partition("```\n")
     assert (
         facts.startswith("```yaml\n")

@@ -8,9 +8,11 @@ import pytest
 
 from linearizer.errors import RequestError
 from linearizer.evaluate import side_by_side
-from linearizer.page import chat, chat_cards, chats, compare, limits, sending
+from linearizer.page import limits, sending
 from linearizer.page.calls import Browser
-from linearizer.page.chats import Message, Settings
+from linearizer.page.chat import answers, chats, compare
+from linearizer.page.chat import cards as chat_cards
+from linearizer.page.chat.chats import Message, Settings
 from linearizer.page.visitors import find_visitor
 from linearizer.progress import finish
 from linearizer.run.results import Comparison, StateSizes
@@ -46,7 +48,7 @@ def models(visitor):
 
 def said(visitor, prompt, settings=Settings(), name="talk", tokens=6):  # noqa: B008
     message = prompt if isinstance(prompt, Message) else Message(prompt)
-    return list(chat.compare_models(visitor, "run", message, tokens, 0, False, settings, name))
+    return list(answers.compare_models(visitor, "run", message, tokens, 0, False, settings, name))
 
 
 def texts(values):
@@ -56,7 +58,7 @@ def texts(values):
 
 def test_a_chat_hears_what_the_template_of_the_model_writes(visitor, models):
     settings = Settings(system="Be brief.")
-    *_, (talk, _) = chat.read_document(visitor, "run", TEXT, settings, "talk")
+    *_, (talk, _) = answers.read_document(visitor, "run", TEXT, settings, "talk")
     for prompt in ("Where?", "When?"):
         (talk, last) = said(visitor, prompt, settings)[-1]
     for name in ("teacher", "student", "window"):
@@ -71,7 +73,7 @@ def test_a_chat_hears_what_the_template_of_the_model_writes(visitor, models):
 
 
 def test_a_chat_goes_on_from_what_is_remembered_and_reads_again_where_that_is_gone(visitor, models):
-    held = [held for _, held in chat.read_document(visitor, "run", TEXT, Settings(), "talk")]
+    held = [held for _, held in answers.read_document(visitor, "run", TEXT, Settings(), "talk")]
     assert [each.tokens for each in held][-1] == held[-1].total > 3 * 32
     for name in ("student", "window"):
         sizes = [each.bytes[name] for each in held]
@@ -88,7 +90,7 @@ def test_a_chat_goes_on_from_what_is_remembered_and_reads_again_where_that_is_go
 
 
 def test_without_a_template_every_prompt_follows_the_document_alone(visitor, models):
-    list(chat.read_document(visitor, "run", TEXT, RAW, "talk"))
+    list(answers.read_document(visitor, "run", TEXT, RAW, "talk"))
     first, second = (said(visitor, "The ship", RAW) for _ in range(2))
     assert texts(first) == texts(second) and len(second[-1][0].turns) == 2  # which are shown
     assert not any(isinstance(now, StateSizes) and now.again for _, now in second)
@@ -122,6 +124,7 @@ def test_messages_wait_in_view_and_all_turns_stay_also_on_a_page_that_is_opened_
     *_, end = answering_later
     kept = compare.show_kept(Browser(MEMORY))
     assert kept["student"] == shown(end)["student"] and column(end)[::2] == ["Where?", "When?"]
+    assert kept["chat_note"] == shown(end)["chat_note"]
     assert all(column(end)[1::2]) and "memory at" in kept["student_head"]
     assert list(compare.answer(MEMORY, None, None, 4, 0, False, True, "", True)) == [compare.update()]
 
@@ -165,7 +168,7 @@ def test_a_stop_ends_what_is_written_and_keeps_it(visitor, models, monkeypatch):
 
 
 def test_a_stop_leaves_what_was_read_by_then(visitor, models):
-    reading = chat.read_document(visitor, "run", TEXT, Settings(), "talk")
+    reading = answers.read_document(visitor, "run", TEXT, Settings(), "talk")
     next(reading)
     talk, held = next(reading)
     reading.close()
@@ -173,7 +176,7 @@ def test_a_stop_leaves_what_was_read_by_then(visitor, models):
     values = said(visitor, "Where?")
     assert not any(isinstance(now, StateSizes) and now.again for _, now in values)
     assert held.tokens < values[-1][1].teacher.tokens_read < held.total
-    writing = chat.compare_models(visitor, "run", Message("And?"), 200, 0, False, Settings(), "talk")
+    writing = answers.compare_models(visitor, "run", Message("And?"), 200, 0, False, Settings(), "talk")
     for _, now in writing:
         if isinstance(now, Comparison):
             break
@@ -182,7 +185,7 @@ def test_a_stop_leaves_what_was_read_by_then(visitor, models):
 
 
 def test_a_chat_has_as_many_tokens_as_the_model_reads_and_one_manner(visitor, models):
-    *_, (talk, held) = chat.read_document(visitor, "run", TEXT * 40, WITHOUT, "talk")
+    *_, (talk, held) = answers.read_document(visitor, "run", TEXT * 40, WITHOUT, "talk")
     room = visitor.find_run("run").positions
     assert talk.document.tokens == held.total == room - room // 4 and not talk.document.whole
     assert set(held.bytes) == {"teacher", "student"}
@@ -209,7 +212,7 @@ def test_on_a_space_a_chat_is_its_visitors_alone_and_is_forgotten_after_an_hour(
         *_, (talk, _) = said(each, "Where?", name="same")
         assert len(talk.turns) == 1
     with pytest.raises(RequestError, match=f"more than this Space reads .{limits.MAX_DOCUMENT_CHARACTERS:,}."):
-        next(chat.read_document(two[0], "run", "x" * (limits.MAX_DOCUMENT_CHARACTERS + 1), Settings(), "same"))
+        next(answers.read_document(two[0], "run", "x" * (limits.MAX_DOCUMENT_CHARACTERS + 1), Settings(), "same"))
     assert own.kept and len(chats.CHATS) == 2
     monkeypatch.setattr(limits, "CHAT_SECONDS", 0.0)
     said(two[1], "Where?", name="new", tokens=2)
@@ -234,7 +237,7 @@ def test_only_the_newest_chats_and_states_are_kept(visitor, models, monkeypatch)
 
 
 def test_a_chat_that_is_ended_while_the_models_read_ends_their_work(visitor, models):
-    reading = chat.read_document(visitor, "run", TEXT, Settings(), "talk")
+    reading = answers.read_document(visitor, "run", TEXT, Settings(), "talk")
     next(reading)
     chats.end_chat(chats.key_of(visitor, visitor.find_run("run"), "talk"))
     assert not list(reading) and not models.kept and not chats.CHATS
@@ -275,8 +278,8 @@ def test_states_make_room_also_where_their_chats_are_ended_meanwhile(visitor, mo
 
 
 def test_a_prompt_that_needs_memory_begins_a_chat_of_its_own_and_its_answer_is_judged(visitor, models):
-    list(chat.read_document(visitor, "run", TEXT, Settings(), compare.NAME))
-    taken = shown(compare.take_prompt(chat.WORD)(MEMORY, None, None, 6))
+    list(answers.read_document(visitor, "run", TEXT, Settings(), compare.NAME))
+    taken = shown(compare.take_prompt(answers.WORD)(MEMORY, None, None, 6))
     assert not taken["as_chat"] and "tokens back" in taken["chat_note"]
     compare.send(MEMORY, None, None, taken["prompt"], taken["answer"], (), 6, 0, False)
     *_, end = compare.answer(MEMORY, None, None, 6, 0, False, False, "", True)
@@ -286,7 +289,7 @@ def test_a_prompt_that_needs_memory_begins_a_chat_of_its_own_and_its_answer_is_j
 
 def saved(visitor, tmp_path, name):
     """The file of the student's state after a chat, as a visitor gets and sends it."""
-    return shutil.copy(chat.save_state(visitor, "run", name), tmp_path / name)
+    return shutil.copy(answers.save_state(visitor, "run", name), tmp_path / name)
 
 
 def answer_of(values):
@@ -295,26 +298,26 @@ def answer_of(values):
 
 def go_on(visitor, path, settings=Settings()):  # noqa: B008
     shutil.copy(path, file := chats.fresh_file())
-    return list(chat.load_state(visitor, "run", file, settings, "loaded"))
+    return list(answers.load_state(visitor, "run", file, settings, "loaded"))
 
 
 @pytest.mark.parametrize("settings", [Settings(), RAW])
 def test_a_student_goes_on_from_a_state_as_from_the_chat_that_was_saved(visitor, models, tmp_path, settings):
-    list(chat.read_document(visitor, "run", TEXT, settings, "talk"))
+    list(answers.read_document(visitor, "run", TEXT, settings, "talk"))
     if settings.as_chat:
         said(visitor, "Where?", settings)
     path, expected = saved(visitor, tmp_path, "talk"), answer_of(said(visitor, "When?", settings))
     *_, (talk, sizes) = go_on(visitor, path, settings)
     assert talk.tokens == sizes.tokens == describe(path).tokens and [*sizes.bytes] == ["student"]
-    answers = [answer_of(said(visitor, "When?", settings, "loaded"))]
+    written = [answer_of(said(visitor, "When?", settings, "loaded"))]
     key = chats.key_of(visitor, visitor.find_run("run"), "loaded")
     chats.keep_chat(key, chats.look_up(key).take_back())
     chats.forget_states(key)  # which are read from the file again
-    answers.append(answer_of(said(visitor, "When?", settings, "loaded")))
+    written.append(answer_of(said(visitor, "When?", settings, "loaded")))
     if settings == RAW:  # what follows a document is not divided into tokens as what follows a state
         asked = kept_state.ask(visitor.find_run("run"), "When?", path, new_tokens=6, raw=True)
         expected = finish(asked).text
-    assert answers == [expected] * 2
+    assert written == [expected] * 2
 
 
 def test_a_state_shows_in_the_students_column_and_is_gone_with_its_chat(visitor, models, tmp_path):

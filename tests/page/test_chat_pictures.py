@@ -2,14 +2,19 @@
 
 import io
 import shutil
+from base64 import b64encode
+from functools import partial
 
 import pytest
 from PIL import Image
 
 from linearizer import pipeline
-from linearizer.page import chat, chat_cards, chats, compare, plan_handlers, planning
+from linearizer.errors import RequestError
+from linearizer.page import actions, plan_form, planning
 from linearizer.page.calls import Browser
-from linearizer.page.chats import Message, Settings
+from linearizer.page.chat import answers, chats, compare
+from linearizer.page.chat import cards as chat_cards
+from linearizer.page.chat.chats import Message, Settings
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
@@ -53,7 +58,10 @@ def visitor(whole_run, monkeypatch):
 
 
 def said(visitor, message, settings=Settings(), name="talk"):  # noqa: B008
-    return list(chat.compare_models(visitor, "run", message, 5, 0, False, settings, name))
+    values = list(answers.compare_models(visitor, "run", message, 5, 0, False, settings, name))
+    parted = [side.difference for side in (values[-1][1].student, values[-1][1].window) if side.difference]
+    assert all(0 <= chance <= 1 for each in parted for pair in each.chances for chance in pair)
+    return values
 
 
 def texts(values):
@@ -93,14 +101,30 @@ def test_the_first_picture_of_a_chat_is_answered_as_on_the_command_line(visitor,
     assert last.prompt_tokens == expected.prompt_tokens
 
 
+def test_a_call_of_the_api_shows_pictures_as_the_page_does_and_a_chat_shows_a_few(visitor, tmp_path):
+    red = "data:image/png;base64," + b64encode(save_picture(tmp_path / "red.png", "red").read_bytes()).decode()
+    *_, (_, last) = said(visitor, Message("What is it?", pictures=(sent(tmp_path, "red"),)))
+    ask = partial(actions.compare_models, visitor, "run", "What is it?", 5, chat="called")
+    called = ask(pictures=[red])
+    assert called["teacher"]["text"] == last.teacher.text and called["prompt_tokens"] == last.prompt_tokens
+    for pictures, why in (
+        ([red] * chat_cards.MAX_PICTURES, "at most 8 pictures"),
+        (["https://example.org/red.png"], "data:image/png;base64"),
+        (["data:image/png;base64,?"], "no picture that can be read"),
+        (["data:image/png;base64,AAAA"], "no picture that can be read"),
+    ):
+        with pytest.raises(RequestError, match=why):
+            ask(pictures=pictures)
+
+
 def test_a_plan_that_leaves_pictures_out_is_judged_by_the_text_tower(whole_run, root):
     chosen = planning.examine_model(find_visitor(), str(whole_run.parent / "whole"))
     whole, text = (chosen.plan(chosen.inspection.name, 64, "Quick", {"text_only": only}) for only in (False, True))
     assert chosen.part_for(whole).reads_pictures and not chosen.part_for(text).reads_pictures
     assert chosen.forecast(text).memory_bytes < chosen.forecast(whole).memory_bytes
     assert planning.examine_model(find_visitor(), "demo").tower is None
-    place = plan_handlers.FORM.index("text_only")
-    forms = [plan_handlers.show_form(512, None, pictures=reads)[place]["visible"] for reads in (True, False)]
+    place = plan_form.FORM.index("text_only")
+    forms = [plan_form.show_form(512, None, pictures=reads)[place]["visible"] for reads in (True, False)]
     assert forms == [True, False]
 
 
@@ -153,5 +177,5 @@ def test_a_picture_waits_with_its_message_and_returns_to_its_field(visitor, tmp_
     assert chats.asked(key) == [Message("What?", pictures=drafted)]
     assert done(compare.stop(MEMORY, None, None, "", ()))["drafted"] == drafted
     (path := tmp_path / "more.png").write_bytes(drafted[0])
-    full = done(compare.add_picture(MEMORY, None, None, str(path), drafted * compare.MAX_PICTURES))
+    full = done(compare.add_picture(MEMORY, None, None, str(path), drafted * chat_cards.MAX_PICTURES))
     assert "at most 8 pictures" in full["chat_note"]

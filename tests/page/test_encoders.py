@@ -86,7 +86,11 @@ def test_what_is_for_causal_models_alone_says_so_of_an_encoder(sentence_encoder,
     plan = planning.make_encoder_plan(str(sentence_encoder), 40, {"length": 160, "text": topics})
     run = planning.examine_model(visitor, plan.model).kind.begin(visitor.fresh_folder(plan), plan, None, False).run
     name = run.folder.name
-    asked = (actions.use_run, lambda *who: actions.branch_run(*who, 30), lambda *who: actions.share_budget(*who, 30))
+    asked = (
+        actions.end_training,
+        lambda *who: actions.branch_run(*who, 30),
+        lambda *who: actions.share_budget(*who, 30),
+    )
     for ask in (*asked, lambda *who: actions.compare_models(*who, "Once")):
         with pytest.raises(RequestError, match="is of an encoder, which writes no text and keeps no state"):
             ask(visitor, name)

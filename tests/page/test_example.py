@@ -1,13 +1,15 @@
 """The finished example: today's code reads it, writes the same, and changes nothing in it."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
 
 from linearizer.errors import RequestError
-from linearizer.page import actions, chat, chats, plan_cards, planning, run_state
-from linearizer.page.chats import Message
+from linearizer.page import actions, plan_cards, planning, run_state
+from linearizer.page.chat import answers, chats
+from linearizer.page.chat.chats import Message
 from linearizer.page.visitors import EXAMPLE_NAME, example_folder, find_visitor
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.verdict import of_subject
@@ -54,6 +56,7 @@ def test_the_example_opens_in_every_step_and_nothing_changes_it(visitor):
     for part in PART_VIEWS.keys() - {"tasks"}:
         tables, figure = pieces[run_state.PART_PREFIX + part].value()
         assert figure or '<details class="lz-fold" open>' in tables
+    assert all("without weights" in pieces[piece].value for piece in ("usage", "evaluating card"))
     assert pieces["stage"].value == 5 and not any(pieces["can"].value[name] for name in ("stop", "resume", "student"))
     assert plan_cards.share_out(visitor.find_run(EXAMPLE_NAME), 128)[1].heads
     for change in (
@@ -69,9 +72,9 @@ def test_the_example_opens_in_every_step_and_nothing_changes_it(visitor):
 def test_the_examples_student_is_made_again_in_memory_and_compares_as_it_was_judged(visitor):
     before = {path.name: path.read_bytes() for path in example_folder().iterdir()}
     example = visitor.find_run(EXAMPLE_NAME)
-    prompt, state = chat.make_memory_prompt(visitor, EXAMPLE_NAME, chat.PASSAGE, 16)
+    prompt, state = answers.make_memory_prompt(visitor, EXAMPLE_NAME, answers.PASSAGE, 16)
     assert state == example.plan.budget and prompt.distance > 5 * state
-    *_, (_, last) = chat.compare_models(visitor, EXAMPLE_NAME, Message(prompt.text), 16, 0, False)
+    *_, (_, last) = answers.compare_models(visitor, EXAMPLE_NAME, Message(prompt.text), 16, 0, False)
     assert last.teacher.text and last.student.text and last.window.text
     own, judged = chats.LOADED[0], example.results["language"]
     texts, logits = read_texts("builtin", own.tokenizer, 256, 4), {}
@@ -84,7 +87,7 @@ def test_the_examples_student_is_made_again_in_memory_and_compares_as_it_was_jud
     with pytest.raises(
         RequestError, match="does not fit: there is room for 496, beside the 16 to write: give a shorter"
     ):
-        next(chat.compare_models(visitor, EXAMPLE_NAME, Message("word " * 600), 16, 0, False))
+        next(answers.compare_models(visitor, EXAMPLE_NAME, Message("word " * 600), 16, 0, False))
     assert {path.name: path.read_bytes() for path in example_folder().iterdir()} == before
 
 
@@ -94,7 +97,7 @@ def test_the_examples_prices_tell_the_kl_of_a_budget_before_a_run_of_the_same_mo
     assert run == visitor.find_run(EXAMPLE_NAME)
     told = [plan_cards.expected_kl(run, planning.make_plan("demo", budget, "Quick", {})) for budget in (64, 256)]
     small, large = (float(text.removeprefix("about ").partition(":")[0]) for text in told)
-    assert small > large > 0 and all(text.endswith(": by the prices of example-run") for text in told)
+    assert small > large > 0 and all(text.endswith("512 tokens, by the prices of example-run") for text in told)
     for other in ({"recipe": "paper"}, {"strategy": "window"}, {"bits": 16}, {"sinks": 0}):
         assert plan_cards.expected_kl(run, planning.make_plan("demo", 64, "Quick", other)) == "", other
     assert plan_cards.expected_kl(run, planning.make_plan("demo", 1, "Quick", {})) == ""
@@ -103,6 +106,10 @@ def test_the_examples_prices_tell_the_kl_of_a_budget_before_a_run_of_the_same_mo
         (visitor.home / "damaged").mkdir(parents=True, exist_ok=True)
         (visitor.home / "damaged" / name).write_text("{")
     assert planning.find_priced(visitor, inspection) == run
+    rough = Run(shutil.copytree(example_folder(), visitor.home / "rough"))
+    plan = json.loads((rough.folder / "plan.json").read_text())
+    (rough.folder / "plan.json").write_text(json.dumps({**plan, "texts": 2, "length": 256}))
+    assert planning.find_priced(visitor, inspection) == run  # which has read more, though it is older
 
 
 def test_a_visitors_own_run_of_that_name_comes_first(visitor):

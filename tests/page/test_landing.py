@@ -1,6 +1,7 @@
 """The first page shows what was measured, is light, and leads to a run on every screen."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -23,9 +24,37 @@ def test_what_is_shown_is_what_the_results_say():
     assert [shown.answers[side] == shown.fact for side, _ in landing.SIDES] == [True, True, False]
     html = landing.hero_html() + landing.real_model_html()
     assert len(html.encode()) < MAX_OWN_BYTES
-    for budget in landing.read_model().budgets:
+    budgets, lengths = landing.read_model().budgets, landing.read_model().lengths
+    assert html.count(">length of the text, tokens<") == 3 * len(budgets)
+    assert html.count('class="lz-bar') == sum(len(budget.rows) for budget in budgets) * len(lengths)
+    for budget in budgets:
         for row in budget.rows:
             assert all(f"{mean:.4f} [{low:.4f}, {high:.4f}]" in html for mean, low, high in row.kl), row.name
+
+
+def test_what_a_run_of_each_suggested_model_takes_stands_beside_it_without_a_network(root):
+    listed = landing.forecast_models({}, None, None)
+    for name in landing.MODELS.values():
+        assert re.search(rf"<b>{name.rpartition('/')[2]}</b> .*\d (s|min|h).*, [\d.]+ [MG]B of memory", listed), name
+    known = landing.KNOWN["HuggingFaceTB/SmolLM2-135M-Instruct"].examine("name").inspection
+    assert known.supported and known.cache_bytes_per_token == 23_040 and known.number_bytes == 2
+
+
+SHIFTS = """() => new Promise(done => {
+  let sum = 0;
+  new PerformanceObserver(list => list.getEntries().forEach(each => sum += each.hadRecentInput ? 0 : each.value))
+    .observe({type: 'layout-shift', buffered: true});
+  setTimeout(() => done(sum), 500);
+})"""
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("path", ["", f"?run={EXAMPLE_NAME}"])
+def test_what_was_painted_stays_in_its_place(local, browser, width, path):
+    with looking(browser, local.url + path, viewport={"width": width, "height": 900}, anew=True) as page:
+        page.wait_for_selector("#verdict .lz-verdict" if path else "#takes li:has-text('of memory') >> nth=2")
+        assert page.evaluate(SHIFTS) < 0.1
+        assert page.locator("footer .show-api").is_visible()
 
 
 @pytest.mark.parametrize("width, height", [(1440, 900), (390, 844)])

@@ -8,8 +8,9 @@ from functools import partial
 import pytest
 
 from linearizer.errors import RequestError
-from linearizer.page import actions, chat, limits, plan_handlers, planning, run_list, sending
-from linearizer.page.chats import Message
+from linearizer.page import actions, limits, plan_step, planning, run_list, sending
+from linearizer.page.chat import answers
+from linearizer.page.chat.chats import Message
 from linearizer.page.limits import LIMITS, MAX_OF_PLAN, Limits
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.plan import Plan
@@ -118,7 +119,7 @@ def test_a_slider_reaches_what_a_plan_already_asks_for(on_space, monkeypatch):
     assert limits.budget_reach(512, 8192) == (32, 8192) and limits.budget_reach(None, 16) == (16, 2048)
     monkeypatch.delenv("SPACE_ID")
     assert limits.budget_reach() == (32, 4096) and limits.budget_reach(4096, 8192) == (32, 8192)
-    slider = plan_handlers.take_plan(Plan("demo", budget=8192).to_json().encode())[1]
+    slider = plan_step.take_plan(Plan("demo", budget=8192).to_json().encode())[1]
     assert (slider.value, slider.maximum) == (8192, 8192)
 
 
@@ -234,7 +235,7 @@ def test_a_comparison_that_is_too_long_or_of_nothing_is_refused(on_space, prompt
     run = begun()
     run.checkpoint.mkdir()
     with pytest.raises(RequestError, match=sentence.format(len(prompt), tokens)):
-        next(chat.compare_models(find_visitor(secret=ANN), run.folder.name, Message(prompt), tokens, 0, False))
+        next(answers.compare_models(find_visitor(secret=ANN), run.folder.name, Message(prompt), tokens, 0, False))
 
 
 def test_the_owner_of_a_space_sets_its_limits_by_variables():

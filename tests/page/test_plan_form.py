@@ -7,9 +7,9 @@ import pytest
 
 from linearizer import pipeline
 from linearizer.errors import RequestError
-from linearizer.page import actions, plan_form, plan_handlers, planning
+from linearizer.page import actions, plan_form, plan_step, planning
 from linearizer.page.plan_form import LISTED, WAYS, recipe_choices, recipe_of, way_of
-from linearizer.page.plan_handlers import take_plan
+from linearizer.page.plan_step import take_plan
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.options import options_of
 from linearizer.plan.plan import ADJUSTABLE, USUAL_TEXTS, Plan
@@ -86,9 +86,9 @@ def test_a_slider_that_moves_forecasts_nothing_and_then_each_plan_is_forecast_on
     monkeypatch.setattr(planning.Examined, "forecast", lambda self, plan: asked.append(plan) or forecast(self, plan))
     chosen = planning.examine_model(find_visitor(), "demo")
     form = (64, "Quick", False, "features", "paper", *[""] * len(plan_form.OPTIONS))
-    card = plan_handlers.show_budget(chosen, *form)
+    card = plan_step.show_budget(chosen, *form)
     assert "from 64 tokens on" in card and asked == []
-    shown, takes, efforts, *_ = plan_handlers.show_plan(chosen, *form)
+    shown, takes, efforts, *_ = plan_step.show_plan(chosen, *form)
     assert shown == card and "it takes about" in takes and all("about" in label for label, _ in efforts.choices)
     assert len(asked) == len(set(asked)) == len(planning.EFFORTS) + len(WAYS) - 1
 
@@ -97,7 +97,7 @@ def test_the_page_refuses_while_it_is_chosen_what_the_door_refuses():
     options = {"steps": "4", "lora": "0"}
     chosen = planning.examine_model(find_visitor(), "demo")
     form = (64, "Quick", False, "measured", "paper", *(options.get(name, "") for name in plan_form.OPTIONS))
-    assert "4 steps without adapters train nothing" in plan_handlers.show_budget(chosen, *form)
+    assert "4 steps without adapters train nothing" in plan_step.show_budget(chosen, *form)
 
 
 def test_a_plan_in_a_file_is_read_and_a_damaged_one_is_refused_in_a_sentence(tmp_path, quick_run):

@@ -10,7 +10,8 @@ import pytest
 
 from linearizer import pipeline
 from linearizer.errors import FolderError, RequestError
-from linearizer.page import actions, calls, chats, polling, run_state, sending
+from linearizer.page import actions, calls, run_state, run_steps, sending
+from linearizer.page.chat import chats
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.plan import Plan
 from linearizer.publish import push
@@ -53,8 +54,8 @@ def test_a_run_that_is_named_as_a_deleted_one_was_shows_and_compares_its_own(
     new = run_state.read_pieces(run, 60.0)
     assert "verdict" not in new and "curves" not in new and new["id"].mark != seen["id"]
     monkeypatch.setattr(calls, "identify_visitor", lambda *_: someone)
-    drawn = polling.draw_changes({"run": "demo-64"}, None, None, seen, 3.0, False, False)[0]
-    assert set(drawn) == set(new)  # nothing of the first is taken as shown
+    drawn = run_steps.draw_changes({"run": "demo-64"}, None, None, seen, 3.0, False, False)
+    assert set(drawn[run_steps.OUTPUTS.index("seen")]) == set(new)  # nothing of the first is taken as shown
 
     control.delete(run)
     run = Run(shutil.copytree(trained_run, tmp_path / "demo-64"))
@@ -63,9 +64,9 @@ def test_a_run_that_is_named_as_a_deleted_one_was_shows_and_compares_its_own(
 
 
 def test_only_a_page_that_leaves_a_run_closes_the_steps_behind_the_first():
-    step = polling.OUTPUTS.index("step_2")
+    step = run_steps.OUTPUTS.index("step_2")
     fresh, left = (
-        polling.draw_changes({"run": None}, None, None, seen, 2, False, False) for seen in ({}, {"shown": "1"})
+        run_steps.draw_changes({"run": None}, None, None, seen, 2, False, False) for seen in ({}, {"shown": "1"})
     )
     assert "interactive" not in fresh[step] and left[step].interactive is False
 

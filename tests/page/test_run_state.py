@@ -1,6 +1,7 @@
 """The curves of a training go on over all its losses, also where it was stopped in one of them; its time is told."""
 
 import json
+import shutil
 from dataclasses import replace
 
 from linearizer.page import cards
@@ -33,6 +34,14 @@ def test_a_second_loss_goes_on_where_the_first_ended(tmp_path):
     watched.read()
     assert [event["done"] for event in watched.training] == [1, 2, 3, 4, 5, 6]
     assert watched.training[-1]["total"] == 6
+
+
+def test_a_student_that_is_written_after_its_verdict_can_be_used(tmp_path, quick_run):
+    shutil.copytree(quick_run, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint"))
+    watched = RunState(run := Run(tmp_path / "run"))
+    assert "usage" not in (pieces := watched.read_pieces(10.0)) and "verdict" in pieces
+    shutil.copytree(quick_run / "checkpoint", run.checkpoint)
+    assert "Load it" in watched.read_pieces(20.0)["usage"].value
 
 
 def test_the_time_that_a_run_took_is_without_that_in_which_it_waited_or_was_stopped(tmp_path):

@@ -186,7 +186,7 @@ def test_the_result_begins_with_its_verdict_and_its_tables_are_below_its_charts(
         page.wait_for_selector("#step-5 .js-plotly-plot")
         assert page.locator("#step-5 .js-plotly-plot").count() == 1  # need, price and purchase; the rest is folded
         assert page.locator("#step-5 table").count() == 0
-        for kind, begin in (("PNG", b"\x89PNG"), ("SVG", b"<svg xmlns"), ("CSV", b'"","state or cache, bytes"')):
+        for kind, begin in (("PNG", b"\x89PNG"), ("SVG", b"<svg xmlns"), ("CSV", b'"line","state or cache, bytes"')):
             with page.expect_download() as saved:
                 page.get_by_role("button", name=f"Save “Quality by bytes” as {kind}").click()
             assert Path(saved.value.path()).read_bytes().startswith(begin)

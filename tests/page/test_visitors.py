@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from linearizer.errors import FolderError, ModelNotAvailable, RequestError
-from linearizer.page import actions, cards, handlers, plan_cards, planning, run_list
+from linearizer.page import actions, cards, plan_cards, planning, result_step, run_list, run_steps
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.plan import Plan
 from linearizer.report import markup
@@ -110,12 +110,12 @@ def test_what_comes_from_outside_is_escaped(root):
 
 
 def test_a_list_without_a_visitor_says_so(on_space):
-    listed, *choices = handlers.list_runs({}, None, None, False)
+    listed, *choices = run_list.list_runs({}, None, None, False)
     assert "this Space does not know you" in listed and len(choices) == 3
-    assert "this Space does not know you" in handlers.compare_runs({}, None, None, "one", "other")
-    note, *_ = handlers.preview_publication({}, None, None, "ann", "student", True)
+    assert "this Space does not know you" in run_list.compare_runs({}, None, None, "one", "other")
+    note, *_ = result_step.preview_publication({}, None, None, "ann", "student", True)
     assert "lz-bad" in note and "not one of your runs" in note
-    assert "this Space does not know you" in handlers.share_budget({"run": "one"}, None, None, 64)[0]
+    assert "this Space does not know you" in run_steps.share_budget({"run": "one"}, None, None, 64)[0]
 
 
 def test_models_of_the_hub_and_local_folders_are_found_and_no_folder_on_a_space(root, tmp_path, hub, monkeypatch):

@@ -1,6 +1,7 @@
 """Figures of an evaluation, as data: every subject is there, numbers are in the cells, and guesses are marked."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -44,6 +45,19 @@ def test_every_part_has_tables():
     assert all(part in report for part in PARTS) and report.endswith("torch 2.13")
 
 
+def test_tables_say_in_words_what_never_is_and_whether_a_student_repeats_itself():
+    speed, writing = TYPED["speed"], TYPED["generation"]
+    never = replace(speed.result, breakeven=replace(speed.result.breakeven, writing=None))
+    assert "; never measurably writes faster" in evaluation_report({"speed": replace(speed, result=never)})
+    told = []
+    for share in (0.1, 0.5, 0.9):
+        shares = {"teacher": 0.5, "student": share}
+        subjects = [replace(one, repeated=shares.get(one.name, 0.0)) for one in writing.result.subjects]
+        result = replace(writing.result, subjects=tuple(subjects))
+        told += re.findall(r"repeats itself (\w+)", evaluation_report({"generation": replace(writing, result=result)}))
+    assert told == ["less", "as", "more"]
+
+
 def test_gaps_are_those_that_were_measured():
     recall = traces("recall")
     assert recall["student"]["x"] == [16, 32] and recall["student"]["y"] == [2.5, 3.0]
@@ -66,6 +80,7 @@ def test_what_the_teacher_cannot_do_is_no_chart_and_says_so():
     poor = replace(
         part, result=replace(part.result, subjects=tuple(replace(one, correct=rows) for one in part.result.subjects))
     )
+    assert "student, 160" not in part_html("needle", poor) and "student, 160" in part_html("needle", part)
     assert drawn("needle", poor) is None and "the teacher itself recalls less than half" in part_html("needle", poor)
     assert "the teacher itself" not in part_html("needle", part)
 

@@ -73,6 +73,9 @@ def test_the_picture_has_a_bar_for_every_head_that_grows_with_what_it_holds(need
     assert need.visible is None and price.visible is False
     assert sum(cell is not None for row in need.z for cell in row) == len(exact.y) == 32
     tops = [low + high for low, high in zip(exact.y, older.y, strict=True)]
+    for colours in (need, price):  # at round numbers, the ends among them
+        assert colours.zmin <= colours.colorbar.tickvals[0] and colours.colorbar.tickvals[-1] <= colours.zmax
+        assert all(re.fullmatch(r"[125]0*|0\.0*[125]|([25]·)?10[⁻⁰-⁹¹²³]+", name) for name in colours.colorbar.ticktext)
     order = sorted(range(32), key=lambda at: needs.heads[at].tokens)
     assert [tops[at] for at in order] == sorted(tops) and max(tops) < 1
     assert "degrees of freedom at λ = 2⁻⁸" in need.text[3][7] and "tokens of cache" in need.text[3][7]

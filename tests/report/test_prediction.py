@@ -8,7 +8,7 @@ from linearizer.plan.allocation import heads_replaced
 from linearizer.plan.head_bytes import Head
 from linearizer.plan.plan import Plan
 from linearizer.publish.card import card_of
-from linearizer.report.quality_charts import predicted_line
+from linearizer.report.quality_charts import corrected_by, predicted_line
 from linearizer.report.verdict import find_correction, predict_kl
 from linearizer.run.measured import Candidate, Candidates, Prices
 from tests.support.cards import made
@@ -61,5 +61,5 @@ def test_the_curve_of_budgets_is_multiplied_and_says_so(run):
     (before,) = predicted_line(run)
     measured_at(run, 1.5)
     (after,) = predicted_line(run)
-    assert after.name == before.name + ", × 1.5"
+    assert corrected_by(run) == ", times 1.5, as whole students were measured"
     assert [kl for _, kl in after.points] == pytest.approx([1.5 * kl for _, kl in before.points], rel=1e-3)

@@ -33,7 +33,7 @@ def saved(figure):
 def test_quality_by_length_saves_what_was_measured_with_its_intervals_cut_at_the_axis(example):
     result = example.results["language"].result
     head, lines = saved(length_chart(result))
-    assert head == ["", "length of the texts, tokens", "KL, nats per token", "95% from", "to"]
+    assert head == ["line", "length of the texts, tokens", "KL, nats per token", "95% from", "to"]
     assert lines.keys() == {"student", "window"}
     for name, rows in lines.items():
         at = [next(each.kl for each in length.subjects if each.name == name) for length in result.lengths]
@@ -68,6 +68,7 @@ def test_quality_by_bytes_marks_the_student_among_its_rivals_and_the_budgets_tha
     for each in at.subjects[1:]:
         assert lines.pop(each.name) == [(own, each.kl.mean)]
     ((name, predicted),) = lines.items()
-    assert name.startswith("predicted, × ") and predicted == sorted(predicted, key=lambda point: (point[0], -point[1]))
+    assert name == "predicted" and "what the prices predict, times " in figure and "texts of 512 tokens" in figure
+    assert predicted == sorted(predicted, key=lambda point: (point[0], -point[1]))
     assert figure.count('<circle class="lz-unmarked"') == len(predicted)
     assert "teacher’s cache, 2.1 MB" in figure and f" {TOP:.1f}" in figure  # a line to the top

@@ -126,9 +126,9 @@ def test_what_is_no_picture_is_refused_in_a_sentence(server):
     small = url_of(Image.new("RGB", (4, 4)))
     bomb = url_of(Image.new("1", (8000, 8000)))
     refused = {
-        "https://example.org/cat.png": "this server fetches nothing",
-        "file:///etc/passwd": "this server fetches nothing",
-        "data:text/plain;base64,aGVsbG8=": "this server fetches nothing",
+        "https://example.org/cat.png": "nothing is fetched",
+        "file:///etc/passwd": "nothing is fetched",
+        "data:text/plain;base64,aGVsbG8=": "nothing is fetched",
         "data:image/png;base64,aGVsbG8=": "is no picture that can be read",
         "data:image/png;base64,***": "is no picture that can be read",
         bomb: "million points",

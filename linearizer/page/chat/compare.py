@@ -17,23 +17,11 @@ from typing import TYPE_CHECKING, Any
 import gradio as gr
 
 from linearizer.errors import LinearizerError, RequestError
-from linearizer.page import actions, chat, chats, sending
+from linearizer.page import actions, sending
 from linearizer.page.calls import ONCE, QUICK, SLOW, Browser, handler
-from linearizer.page.chat_cards import (
-    COLUMNS,
-    HEADS,
-    columns_of,
-    head_card,
-    heads_of,
-    heads_of_reading,
-    picture_html,
-    reading_note,
-    take_picture,
-    turn_note,
-)  # fmt: skip
-from linearizer.page.chats import Chat, Key, Message, Settings
+from linearizer.page.chat import answers, cards, chats
+from linearizer.page.chat.chats import Chat, Key, Message, Settings
 from linearizer.report.markup import message_box
-from linearizer.teacher.picture_files import MAX_PICTURES
 
 if TYPE_CHECKING:
     from linearizer.run.results import Comparison
@@ -47,7 +35,7 @@ ABOUT_STATES = (
     "<code>linearizer ask RUN --state FILE</code> answer from it. The other two cannot go on from it."
 )
 DRAFT = ("drafted", "drafts", "drop_pictures")  # pictures that are not sent yet, what shows them and drops them
-OUTPUTS = ("as_chat", "prompt", "answer", "chat_note", *DRAFT, *HEADS.values(), *COLUMNS)
+OUTPUTS = ("as_chat", "prompt", "answer", "chat_note", *DRAFT, *cards.HEADS.values(), *cards.COLUMNS)
 NAME = "page"  # of the chat that all pages of a visitor show of a run
 LOADING = "Loading the models."
 
@@ -56,9 +44,9 @@ def place(ui: SimpleNamespace) -> None:
     """Place a column for each model, and below them the field in which all are asked."""
     gr.HTML(f'<div class="lz-lead"><h2>Compare</h2><p>{ABOUT}</p></div>')
     with gr.Row():
-        for name, title in COLUMNS.items():
+        for name, title in cards.COLUMNS.items():
             with gr.Column(min_width=220) as column:
-                setattr(ui, HEADS[name], gr.HTML(head_card(name), elem_id=f"{name}-head"))
+                setattr(ui, cards.HEADS[name], gr.HTML(cards.head_card(name), elem_id=f"{name}-head"))
                 look: dict[str, Any] = {"show_label": False, "height": "20rem", "layout": "panel", "elem_id": name}
                 setattr(ui, name, gr.Chatbot(label=title, allow_tags=False, buttons=["copy"], **look))
     ui.window_place = column  # the last
@@ -68,7 +56,7 @@ def place(ui: SimpleNamespace) -> None:
     )
     ui.drafted, ui.drafts = gr.State(()), gr.HTML(elem_id="drafts")
     with gr.Row(elem_id="prompts", elem_classes="lz-chips"):
-        titles = (*chat.SAMPLE_PROMPTS, *chat.MEMORY_PROMPTS)
+        titles = (*answers.SAMPLE_PROMPTS, *answers.MEMORY_PROMPTS)
         ui.prompts = {title: gr.Button(title, size="sm", min_width=90) for title in titles}
     with gr.Row(elem_id="chat-acts"):
         ui.compare = gr.Button("Send", variant="primary", elem_id="compare", interactive=False, min_width=120)
@@ -116,7 +104,7 @@ def wire(ui: SimpleNamespace) -> None:
     triggers = [ui.compare.click, ui.prompt.submit]
     message = [ui.memory, ui.prompt, ui.answer, ui.drafted]
     sent = gr.on(triggers, send, [*message, *how], outputs, js="putTakenMessage", **many)
-    retried = gr.on([getattr(ui, name).retry for name in COLUMNS], retry, ui.memory, outputs, **many)
+    retried = gr.on([getattr(ui, name).retry for name in cards.COLUMNS], retry, ui.memory, outputs, **many)
     for event in (sent, retried):
         event.then(answer, [ui.memory, *how, *manner], outputs, **turn)
     ui.file.upload(read_file, [ui.memory, ui.file, *manner], outputs, **turn)
@@ -147,22 +135,29 @@ def key_of(browser: Browser) -> Key:
 def show(key: Key) -> dict[str, Any]:
     """Show a chat: its turns, what is not answered yet, and what each model remembers."""
     talk = chats.look_up(key) or Chat(Settings())
-    shown: dict[str, Any] = columns_of(talk, chats.asked(key))
-    return shown | {HEADS[name]: head_card(name) for name in HEADS} | heads_of(talk)
+    shown: dict[str, Any] = cards.columns_of(talk, chats.asked(key))
+    return shown | {cards.HEADS[name]: cards.head_card(name) for name in cards.HEADS} | cards.heads_of(talk)
 
 
 def show_kept(browser: Browser, another: bool = False) -> dict[str, Any]:
     """Show the chat of a run that is opened; without one, only that of `another` run is emptied."""
     with suppress(LinearizerError):  # the visitor may be unknown, and has none
         key = key_of(browser)
-        if another or chats.look_up(key) or chats.asked(key):
-            return show(key)
+        if (talk := chats.look_up(key)) or another or chats.asked(key):
+            return show(key) | {"chat_note": last_note(talk)}
     return {}
+
+
+def last_note(talk: Chat | None) -> str:
+    """Compare the answers to the last message; a student that answers alone is compared with none."""
+    if talk is None or talk.state or not talk.turns:
+        return ""
+    return cards.turn_note(talk.turns[-1].answers, talk.turns[-1].message.answer)
 
 
 def draft(pictures: Sequence[bytes]) -> dict[str, Any]:
     """Show the pictures that the next message has."""
-    shown = gr.HTML("".join(map(picture_html, pictures)))
+    shown = gr.HTML("".join(map(cards.picture_html, pictures)))
     return {"drafted": tuple(pictures), "drafts": shown, "drop_pictures": gr.Button(visible=bool(pictures))}
 
 
@@ -173,8 +168,8 @@ def send(
     """Show a message at once, and let it wait for its turn; refuse one that no model can answer."""
     message = Message(prompt or "", answer, pictures=tuple(pictures or ()))
     try:
-        chat.require_student(browser.find_run())
-        chat.check_message(message, *read_how(tokens, seed, sample)[:2])
+        answers.require_student(browser.find_run())
+        answers.check_message(message, *read_how(tokens, seed, sample)[:2])
         chats.ask(key := key_of(browser), message)
     except LinearizerError as error:
         return update(prompt=prompt or "", chat_note=message_box(str(error), "bad"))
@@ -186,11 +181,10 @@ def send(
 def add_picture(browser: Browser, path: str | None, drafted: tuple[bytes, ...]) -> list[Any]:
     """Let the next message show a picture."""
     try:
-        picture, shown = take_picture(path), len(drafted or ())
+        picture, shown = cards.take_picture(path), len(drafted or ())
         if (talk := chats.look_up(key := key_of(browser))) is not None:
-            shown += sum(len(turn.message.pictures) for turn in talk.turns)
-        if shown + sum(len(message.pictures) for message in chats.asked(key)) >= MAX_PICTURES:
-            raise RequestError(f"a chat shows at most {MAX_PICTURES} pictures: begin a new chat")
+            shown += talk.pictures
+        cards.check_pictures(1 + shown + sum(len(message.pictures) for message in chats.asked(key)))
     except LinearizerError as error:
         return update(chat_note=message_box(str(error), "bad"))
     return update(**draft((*(drafted or ()), picture)), chat_note="")
@@ -242,17 +236,16 @@ def show_answers(
     turn: Comparison | None = None
     talk = chats.look_up(key)
     before = talk.tokens if talk else 0
-    for talk, news in chat.compare_models(browser.visitor, browser.run_name, message, *how, settings, NAME):
+    for talk, news in answers.compare_models(browser.visitor, browser.run_name, message, *how, settings, NAME):
         if isinstance(news, StateSizes):
-            heads = heads_of_reading(news, 0 if news.again else before)
-            yield update(**heads, chat_note=reading_note(news, "the prompt"))
+            heads = cards.heads_of_reading(news, 0 if news.again else before)
+            yield update(**heads, chat_note=cards.reading_note(news, "the prompt"))
         else:
             if turn is None:
                 chats.take_asked(key)
             turn = news
-            yield update(**columns_of(talk, chats.asked(key)), **heads_of(talk), chat_note="")
-    note = "" if turn is None or talk is None or talk.state else turn_note(turn, message.answer)
-    yield update(**show(key), **({} if turn is None else {"chat_note": note}))
+            yield update(**cards.columns_of(talk, chats.asked(key)), **cards.heads_of(talk), chat_note="")
+    yield update(**show(key), **({} if turn is None else {"chat_note": last_note(talk)}))
 
 
 @handler
@@ -261,19 +254,19 @@ def read_file(browser: Browser, path: str | None, *manner: Any) -> Iterator[list
     from linearizer.run.results import StateSizes
 
     text, key = take_text(path), key_of(browser)
-    yield update(**columns_of(Chat(Settings()), []), chat_note=message_box(LOADING))
-    for _, news in chat.read_document(browser.visitor, browser.run_name, text, read_settings(*manner), NAME):
+    yield update(**cards.columns_of(Chat(Settings()), []), chat_note=message_box(LOADING))
+    for _, news in answers.read_document(browser.visitor, browser.run_name, text, read_settings(*manner), NAME):
         assert isinstance(news, StateSizes), "nothing is written"
-        yield update(**heads_of_reading(news, 0), chat_note=reading_note(news, "the document"))
+        yield update(**cards.heads_of_reading(news, 0), chat_note=cards.reading_note(news, "the document"))
     if (talk := chats.look_up(key)) is not None and talk.document is not None:
-        yield update(**columns_of(talk, chats.asked(key)), chat_note=message_box("Now ask about the document."))
+        yield update(**cards.columns_of(talk, chats.asked(key)), chat_note=message_box("Now ask about the document."))
 
 
 @handler
 def save_state(browser: Browser) -> tuple[str, str]:
     """Return the address of the student's state, which the browser then fetches, or say why there is none."""
     try:
-        path = chat.save_state(browser.visitor, browser.run_name, NAME)
+        path = answers.save_state(browser.visitor, browser.run_name, NAME)
     except LinearizerError as error:
         return "", message_box(str(error), "bad")
     return sending.offer_state(browser.find_run(), path), ""
@@ -288,10 +281,10 @@ def load_state(browser: Browser, path: str | None, *manner: Any) -> Iterator[lis
     key, file = key_of(browser), chats.fresh_file()
     try:
         shutil.move(path or os.devnull, file)
-        for _, news in chat.load_state(browser.visitor, browser.run_name, file, read_settings(*manner), NAME):
+        for _, news in answers.load_state(browser.visitor, browser.run_name, file, read_settings(*manner), NAME):
             assert isinstance(news, StateSizes), "nothing is written"
             note = message_box(f"The student remembers {news.tokens:,} tokens. Now ask about them.")
-            yield update(**show(key) | heads_of_reading(news, 0), chat_note=note)
+            yield update(**show(key) | cards.heads_of_reading(news, 0), chat_note=note)
     except LinearizerError as error:
         yield update(chat_note=message_box(str(error).replace(repr(str(file)), "the file"), "bad"))
 
@@ -330,9 +323,9 @@ def take_prompt(title: str) -> Any:
 
     @handler
     def take(browser: Browser, tokens: float) -> list[Any]:
-        if title in chat.SAMPLE_PROMPTS:
-            return update(prompt=chat.SAMPLE_PROMPTS[title], answer="")
-        prompt, state = chat.make_memory_prompt(browser.visitor, browser.run_name, title, int(tokens or 0))
+        if title in answers.SAMPLE_PROMPTS:
+            return update(prompt=answers.SAMPLE_PROMPTS[title], answer="")
+        prompt, state = answers.make_memory_prompt(browser.visitor, browser.run_name, title, int(tokens or 0))
         actions.end_chat(browser.visitor, browser.run_name, NAME)
         note = (
             f"It continues with a text that stands about {prompt.distance:,} tokens back: “{prompt.answer}”. The "

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 import gradio as gr
 
 from linearizer.amounts import size
-from linearizer.page import chats
-from linearizer.page.chats import Chat, Message
+from linearizer.errors import RequestError
+from linearizer.page.chat import chats
+from linearizer.page.chat.chats import Chat, Message
 from linearizer.report.markup import message_box, values_list
-from linearizer.teacher.picture_files import read_picture
+from linearizer.teacher.picture_files import MAX_PICTURES, read_picture, read_picture_url
 
 if TYPE_CHECKING:
     from PIL import Image
 
-    from linearizer.run.results import Comparison, Side, StateSizes
+    from linearizer.run.results import Comparison, Difference, Side, StateSizes
 
 ALONE = "This chat began with a state of the student, so the student answers alone."
 COLUMNS = {"teacher": "Teacher", "student": "Student", "window": "Plain window"}
@@ -128,7 +129,7 @@ def turn_note(turn: Comparison, answer: str = "") -> str:
         }
         marks = ", ".join(f"the {name} {'right' if is_right else 'wrong'}" for name, is_right in found.items())
         alone = "" if found["teacher"] else " The teacher itself does not recall it: this says nothing of the student."
-        return message_box(f"The text went on with “{answer}”: {marks}.{alone}", "note")
+        return message_box(f"The text went on with “{answer}”: {marks}.{alone}{parting_of(sides)}", "note")
     total = turn.teacher.tokens
     if all(not side.text for side in (turn.teacher, *sides.values())):
         return message_box(f"{'All' if len(sides) > 1 else 'Both'} ended at once.")
@@ -136,12 +137,28 @@ def turn_note(turn: Comparison, answer: str = "") -> str:
         return message_box(f"{'All' if len(sides) > 1 else 'Both'} write the same {total} tokens.")
     counts = {name: same_tokens(turn.teacher, side) for name, side in sides.items()}
     shares = ", ".join(f"the {name} {count} of {total} ({count / max(total, 1):.0%})" for name, count in counts.items())
-    parts = "".join(
-        f" Then the {name} writes “{side.difference.own}” in place of “{side.difference.teacher}”."
-        for name, side in sides.items()
-        if side.difference is not None
+    return message_box(f"Tokens equal to the teacher's before the first difference: {shares}.{parting_of(sides)}")
+
+
+def parting_of(sides: Mapping[str, Side]) -> str:
+    """Say where each model leaves the teacher, and what both give the two tokens there."""
+    return "".join(
+        f" {name_parting(name, side.difference)}." for name, side in sides.items() if side.difference is not None
     )
-    return message_box(f"Tokens equal to the teacher's before the first difference: {shares}.{parts}")
+
+
+def name_parting(name: str, difference: Difference) -> str:
+    theirs, own = (
+        f"“{token.strip() or token}”" if token else "the end" for token in (difference.teacher, difference.own)
+    )
+    place = f"At token {difference.place + 1}"
+    if difference.chances is None:
+        return f"{place} the {name} writes {own} in place of {theirs}"
+    teacher, student = ([f"{chance:.1%}" for chance in chances] for chances in difference.chances)
+    return (
+        f"{place} the teacher writes {theirs}, the {name} {own}; the teacher gives these {teacher[0]} and "
+        f"{teacher[1]}, the {name} {student[0]} and {student[1]}"
+    )
 
 
 def same_tokens(teacher: Side, side: Side) -> int:
@@ -156,3 +173,13 @@ def take_picture(path: str | None) -> bytes:
     finally:
         if path:
             Path(path).unlink(missing_ok=True)
+
+
+def take_address(address: str) -> bytes:
+    """Return the picture that a data: URL holds."""
+    return write_picture(read_picture_url(address))
+
+
+def check_pictures(count: int) -> None:
+    if count > MAX_PICTURES:
+        raise RequestError(f"a chat shows at most {MAX_PICTURES} pictures: begin a new chat")

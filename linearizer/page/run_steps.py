@@ -1,4 +1,6 @@
-"""How the page polls its run: a cheap call every few seconds, and a drawing of the pieces that have changed.
+"""The run above all steps, the steps Measure and Train, and how the page follows its run.
+
+It polls: a cheap call every few seconds, and a drawing of the pieces that have changed.
 
 Gradio takes a millisecond for every output of an answer, used or not. So `poll_run` has few outputs, and marks among
 them tell the page whether there is something to draw.
@@ -10,61 +12,159 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
+from html import escape
+from types import SimpleNamespace
 from typing import Any
 
 import gradio as gr
 from gradio.components.plot import PlotData
 
-from linearizer.errors import LinearizerError, RequestError
-from linearizer.page import cards, compare, plan_cards, run_state, sending
-from linearizer.page.calls import Browser, handler
-from linearizer.page.handlers import IDLE_POLL_SECONDS, RUN_ACTIONS, show_note
-from linearizer.page.layout import reach_of
+from linearizer.errors import LinearizerError, NotAgreed, RequestError
+from linearizer.page import actions, cards, plan_cards, run_state, sending
+from linearizer.page.calls import ONCE, QUICK, Browser, handler
+from linearizer.page.chat import compare
+from linearizer.page.layout import ABOUT_NEEDS, chart, lead, show_note
+from linearizer.page.plan_form import reach_of
 from linearizer.page.run_state import PART_PREFIX
-from linearizer.page.visitors import is_example
+from linearizer.page.visitors import Visitor
 from linearizer.plan.plan import DEFAULT_BUDGET
 from linearizer.report import markup
 from linearizer.report.parts import PART_VIEWS
 from linearizer.run.folder import Run, read_training
 from linearizer.workers import control
 
-EXAMPLE_NOTE = (
-    "This is a finished example that comes with Linearizer, a run of the demo model. Chat with its student under "
-    "Compare; it cannot be evaluated further or published."
-)
+SOON_SECONDS = 0.2  # until the page polls after an action
+IDLE_POLL_SECONDS = 5.0  # between two polls while nothing is running
+WATCHED_PARTS = ("memory", "seen", "walk", "timer", "touched", "note")
+RUN_ACTIONS: dict[str, Callable[[Visitor, str], str]] = {  # by the buttons above the steps
+    "stop": actions.stop_run,
+    "resume": actions.resume_run,
+    "use": actions.end_training,
+    "pay": partial(actions.resume_run, pay=True),
+}
 POLL_SECONDS = 3.0  # between two polls of a live run
 PLOTS = ("curves", "losses")
 TEXTS = ("verdict", "usage")
 LOCKED = {"compare": gr.Button, "file": gr.UploadButton, "branch": gr.Button}  # until a step of the run is reached
-OFFERS = {
-    "download": "student",
-    "to_chat": "compare",
-    "to_publish": "student",
-    "picture": "pictures",
-}  # what each needs
-TABS = ("step_2", "step_3", "step_4", "step_5", "step_6")
-PLACES = ("colour", "awaited", "all")
-PARTS = tuple(f"{part}_{piece}" for part in PART_VIEWS for piece in ("place", "tables", "chart"))
+OFFERS = {"download": "student", "to_chat": "compare", "to_publish": "student", "picture": "pictures"}  # with needs
 CAUSAL_TABS = ("step_3", "step_6")  # not for encoders
-CHOSEN = ("model_choice", "model_of_run", "run_model", "plan_choice", "plan_of_run", "run_plan")
-OUTPUTS = (  # of draw_changes: the names of parts of the page
-    *(
-        "seen",
-        "timer",
-        "walk",
-        "note",
-        "needs",
-        "held",
-        "other",
-        "other_card",
-        "sent",
-        "snippet",
-        "evaluate",
-        "stop_evaluating",
-    ),
-    *(*RUN_ACTIONS, *OFFERS, *PLOTS, *TEXTS, *LOCKED, *TABS, *PLACES, *PARTS, *CHOSEN, *compare.OUTPUTS),
-)
+TABS = ("step_2", "step_3", "step_4", "step_5", "step_6")
 POLLED_PIECES = ("card", "training", "evaluating card")  # that poll_run sends itself
+
+
+def place_run(ui: SimpleNamespace) -> None:
+    """Place the state of a run and the actions on it above the steps, where every screen shows them."""
+    ui.run_card = gr.HTML(elem_id="run-card")
+    names = {"stop": "Stop", "use": "End training now", "resume": "Resume", "pay": "Agree, and begin another job"}
+    with gr.Row(elem_id="acts"):
+        for name, title in names.items():
+            look: dict[str, Any] = {"variant": "primary" if name in ("resume", "pay") else "secondary", "size": "md"}
+            setattr(ui, name, gr.Button(title, visible=False, elem_id=name, **look))
+
+
+def place_measuring(ui: SimpleNamespace) -> None:
+    about = (
+        "A head is a part of the model that looks back at earlier tokens. The original model, the teacher, reads text, "
+        "and each head is measured."
+    )
+    lead("What does each head need?", about)
+    pending = "It fills while the heads are measured."
+    colours = {"Degrees of freedom": 0, "Price": 1}  # the traces of the picture
+    look: dict[str, Any] = {"label": "Colour", "show_label": False, "elem_id": "colour", "render": False}
+    ui.colour = gr.Radio([*colours.items()], value=0, **look)
+    ui.needs = chart("Need, price, purchase", ABOUT_NEEDS, "needs", pending, ui.colour)
+    other = "Another budget, in tokens of cache"
+    ui.other = gr.Slider(label=other, step=8, elem_id="other", **reach_of(value=DEFAULT_BUDGET))
+    ui.other_card = gr.HTML(elem_id="other-card")
+    about = "The mean of the heads of each layer, and of all. The dotted line is the λ of the picture above."
+    ui.curves = chart("Degrees of freedom by λ", about, pending="It is drawn once all heads are measured.")
+    ui.branch = gr.Button("Start a run with this budget, without measuring again", elem_id="branch", interactive=False)
+
+
+def place_training(ui: SimpleNamespace) -> None:
+    lead(
+        "Training the student",
+        "Features learn from the teacher's queries, keys and values, one layer at a time. Without features, the "
+        "student fits copies of some of its teacher's weights.",
+    )
+    ui.training = gr.HTML(elem_id="training")
+    about, pending = "Distance to the smallest possible loss.", "It is drawn once training has begun."
+    ui.losses = chart("Loss of each layer", about, pending=pending)
+
+
+def watch_outputs(ui: SimpleNamespace) -> list[Any]:
+    return [getattr(ui, name) for name in WATCHED_PARTS]
+
+
+def wire(ui: SimpleNamespace, opened: Any) -> None:
+    """Connect the parts that show a run: the page polls when it is opened, and then at every tick."""
+    outputs = [getattr(ui, name) for name in OUTPUTS]
+    card_outputs = [ui.run_card, ui.training, ui.evaluating, ui.mark]
+    for event in (opened.success, ui.timer.tick):
+        event(poll_run, ui.memory, card_outputs, **{**QUICK, "trigger_mode": "once"})
+    ui.all.expand(None, None, ui.opened, js="() => true", **QUICK)
+    changes = [ui.mark.change, ui.opened.change]
+    gr.on(changes, draw_changes, [ui.memory, ui.seen, ui.at, ui.touched, ui.opened], outputs, **QUICK)
+    newest_only = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => clampSlider('other', 1, sent)"}
+    ui.other.input(share_budget, [ui.memory, ui.other], [ui.other_card, ui.touched], **newest_only)
+    ui.colour.change(None, ui.colour, None, js="colourHeads", **QUICK)
+    ui.branch.click(branch_run, [ui.memory, ui.other], watch_outputs(ui), **ONCE)
+    ui.to_chat.click(lambda: gr.Tabs(selected=6), None, ui.walk, **QUICK)
+    ui.to_publish.click(None, None, None, js="openPublishing", **QUICK)
+    for name, action in {**RUN_ACTIONS, "stop_evaluating": actions.stop_evaluation}.items():
+        getattr(ui, name).click(ask_run(action), ui.memory, [ui.timer, ui.note, ui.pay], **ONCE)
+
+
+def watch_run(browser: Browser, name: str | None) -> tuple[Any, ...]:
+    """Show a run, of which nothing was drawn yet, from its profile step on; return WATCHED_PARTS in their order."""
+    step = 1 if not name else 5 if browser.visitor.find_run(name).is_encoder_run else 3
+    return (
+        {**browser.memory, "run": name},
+        {"shown": str(step)},
+        gr.Tabs(selected=step),
+        gr.Timer(SOON_SECONDS, active=True),
+        False,
+        show_note(""),  # the old note was about another run
+    )
+
+
+@handler
+def branch_run(browser: Browser, budget: float) -> tuple[Any, ...]:
+    """Start a run with another budget from what this one has measured."""
+    return watch_run(browser, actions.branch_run(browser.visitor, browser.run_name, int(budget)))
+
+
+@handler
+def leave_run(browser: Browser) -> tuple[Any, ...]:
+    """Stop watching a run, which goes on."""
+    return watch_run(browser, None)
+
+
+def ask_run(action: Callable[[Visitor, str], str]) -> Callable:
+    """Return the handler of a button that acts on the run; what costs money must be confirmed first."""
+
+    @handler
+    def ask(browser: Browser) -> tuple[Any, Any, Any]:
+        try:
+            action(browser.visitor, browser.run_name)
+        except NotAgreed as question:
+            return gr.skip(), show_note(markup.message_box(str(question))), gr.Button(visible=True)
+        return gr.Timer(SOON_SECONDS), show_note(""), gr.Button(visible=False)
+
+    return ask
+
+
+@handler
+def share_budget(browser: Browser, budget: float) -> tuple[str, bool]:
+    """Share out another budget without the model. The card carries the figure of the bars, which the browser draws."""
+    try:
+        if not browser.run_name or not browser.find_run().has_file("profile.json"):
+            return "", False
+        figure, card = plan_cards.draw_shares(browser.find_run(), int(budget))
+    except LinearizerError as error:
+        return markup.message_box(str(error), "bad"), True
+    return card + f'<i hidden data-figure="{escape(figure)}"></i>', True
 
 
 def plot_json(figure: str | None) -> Any:
@@ -161,7 +261,7 @@ def show_attached(run: Run | None) -> dict[str, Any]:
     if run is None:
         return {**updates, "run_model": "", "run_plan": ""}
     updates["all"] = gr.Accordion(visible=not is_encoder)
-    updates["note"] = show_note(markup.message_box(EXAMPLE_NOTE) if is_example(run) else "")
+    updates["note"] = show_note("")
     if is_encoder:
         from linearizer.encoders.encoder_folder import EncoderRun
         from linearizer.page import encoder_cards
@@ -181,15 +281,19 @@ def show_attached(run: Run | None) -> dict[str, Any]:
 
 def show_nothing() -> dict[str, Any]:
     """Empty the parts that show a run."""
-    updates: dict[str, Any] = dict.fromkeys((*PLOTS, "needs", "held")) | dict.fromkeys(
-        (*TEXTS, "other_card", "sent"), ""
-    )
+    updates: dict[str, Any] = dict.fromkeys((*PLOTS, "needs", "held"))
+    updates |= dict.fromkeys((*TEXTS, "other_card", "sent"), "")
     updates |= {name: gr.update(visible=False) for name in (*RUN_ACTIONS, *OFFERS)}
     updates |= {name: part(interactive=False) for name, part in LOCKED.items()}
     updates |= {"evaluate": gr.Button(interactive=False), "stop_evaluating": gr.Button(visible=False)}
     for part in PART_VIEWS:
         updates |= {f"{part}_place": gr.Column(visible=False), f"{part}_tables": "", f"{part}_chart": None}
     return {**updates, "seen": {}, "timer": gr.Timer(IDLE_POLL_SECONDS), "snippet": gr.Code(visible=False)}
+
+
+OTHERS = ("walk", "note", "other", "colour", "awaited", "all")
+# Of draw_changes: the names of parts of the page.
+OUTPUTS = (*show_nothing(), *show_attached(None), *OTHERS, *compare.OUTPUTS)
 
 
 def draw_heads(draw: Callable[[], tuple[str, str]]) -> dict[str, Any]:

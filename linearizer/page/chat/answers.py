@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from linearizer.errors import FaultError, LinearizerError, RequestError
-from linearizer.page import chats, limits, zerogpu
-from linearizer.page.chats import USUAL, Chat, Key, Message, Models, Settings, Turn
+from linearizer.page import limits, zerogpu
+from linearizer.page.chat import chats
+from linearizer.page.chat.chats import USUAL, Chat, Key, Message, Models, Settings, Turn
 from linearizer.page.visitors import Visitor, is_example, on_space
 from linearizer.plan.allocation import StateSize
 from linearizer.plan.options import options_of

@@ -92,6 +92,10 @@ class Chat:
     def tokens(self) -> int:
         return max(map(len, self.heard.values()), default=0)
 
+    @property
+    def pictures(self) -> int:
+        return sum(len(turn.message.pictures) for turn in self.turns)
+
     def has(self, name: str) -> bool:
         """Whether a model takes part; only the student goes on from a state."""
         return name == "student" if self.state else self.settings.window or name != "window"
