@@ -109,7 +109,7 @@ def test_a_call_of_the_api_shows_pictures_as_the_page_does_and_a_chat_shows_a_fe
     assert called["teacher"]["text"] == last.teacher.text and called["prompt_tokens"] == last.prompt_tokens
     for pictures, why in (
         ([red] * chat_cards.MAX_PICTURES, "at most 8 pictures"),
-        (["https://example.org/red.png"], "data:image/png;base64"),
+        (["https://example.org/red.png"], "nothing is fetched"),
         (["data:image/png;base64,?"], "no picture that can be read"),
         (["data:image/png;base64,AAAA"], "no picture that can be read"),
     ):
