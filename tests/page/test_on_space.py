@@ -32,7 +32,7 @@ USUAL = {  # arguments of endpoints, by their names
     "query": "x", "model": "demo", "budget": 64, "effort": "Try it", "options": {"steps": -1}, "flavor": "l4x1",
     "most_usd": 1.0, "minutes": 30, "push": "", "run": "none", "pay": False, "name": "new", "parts": ["language"],
     "prompt": "Once", "tokens": 4, "seed": 0, "sample": False, "text": "Once", "as_chat": True, "system": "",
-    "window": True, "chat": "talk", "repo_id": "ann/x", "private": True, "secret": ANN,
+    "window": True, "chat": "talk", "pictures": [], "repo_id": "ann/x", "private": True, "secret": ANN,
 }  # fmt: skip
 
 
