@@ -77,13 +77,15 @@ def test_another_recipe_for_a_plan_brings_its_own_choices_and_leaves_all_else(tm
         "paper", **{**kept, "seed": 4}, steps=5
     )
     for change in (written.changed, partial(replace, written)):
-        with pytest.raises(RequestError, match="recipe 'magic' is not allowed: it should be 'best', 'windows'"):
+        with pytest.raises(
+            RequestError, match="recipe 'magic' is not allowed: it should be 'best', 'distilled', 'windows'"
+        ):
             change(recipe="magic")
 
 
 def test_a_state_has_8_bits_a_number_where_heads_are_priced_and_may_be_merged():
     kept = {name: Plan.of(name, model="demo", budget=64).resolved_bits for name in RECIPES}
-    assert [name for name, bits in kept.items() if bits == 8] == ["best", "windows"]
+    assert [name for name, bits in kept.items() if bits == 8] == ["best", "distilled", "windows"]
     usual, asked = (Plan.of(model="demo", budget=64, bits=bits) for bits in (None, 4))
     assert (usual.fewer_bits, asked.fewer_bits, asked.resolved_bits) == ((6, 5, 4), (), 4)
     for recipe, bits in (("paper", 8), ("best", 3), ("features", 4)):

@@ -239,7 +239,7 @@ def test_every_part_is_measured_told_and_plotted_as_it_is(run, said):
     assert code == 0, err
     parts = run.evaluation_parts
     assert list(parts) == [part for part in evaluate_run.PART_MEASURES if part != "tasks"]
-    for word in ("recalled, at depth", "leaves the teacher", "reads tokens/s", "remembers less"):
+    for word in ("recalled, at depth", "leaves the teacher", "reads tokens/s", "takes fewer bytes"):
         assert word in out
     assert parts["needle"]["lengths"] == [160, 192] and len(parts["needle"]["subjects"][0]["correct"][0]) == 5
     assert [subject["name"] for subject in parts["speed"]["subjects"]] == ["teacher", "student", "window"]

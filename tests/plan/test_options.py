@@ -141,7 +141,11 @@ def test_the_list_says_of_every_recipe_what_it_is_from_whom_and_how_it_did_in_th
         assert f"{row.budget} tokens {row.kl:.3g}" in text
     assert measured.keys() <= RECIPES.keys()
     listed = [line.split()[0] for line in text.splitlines() if re.match(r"  \S", line)]
-    assert listed == by_score(RECIPES) and listed[0] == "best" and listed.index("swa") < listed.index("paper")
+    assert (
+        listed == by_score(RECIPES)
+        and listed[:2] == ["distilled", "best"]
+        and listed.index("swa") < listed.index("paper")
+    )
 
 
 def test_a_recipe_that_loses_to_a_plain_window_says_so_where_it_is_chosen():

@@ -267,12 +267,14 @@ def session_of(account, secret="client-secret"):
 
 
 def shown(page, selector, text, timeout=120_000):
-    wait_until_true(
-        page,
-        "([where, what]) => document.querySelector(where)?.innerText.includes(what)",
-        [selector, text],
-        timeout=timeout,
-    )
+    from playwright.sync_api import TimeoutError as PlaywrightTimeout
+
+    script = "([where, what]) => document.querySelector(where)?.innerText.includes(what)"
+    try:
+        wait_until_true(page, script, [selector, text], timeout=timeout)
+    except PlaywrightTimeout as error:
+        said = page.evaluate("(where) => document.querySelector(where)?.innerText", selector)
+        raise AssertionError(f"{selector} says {said!r} in place of {text!r}") from error
 
 
 def wait_until_true(page, script, argument=None, timeout=120_000):
