@@ -52,7 +52,7 @@ WAYS = {
         "best",
     ),
     "distilled": Way(
-        "Measured memory, then distilled",
+        "Measured memory, distilled",
         "The same, then small adapters learn from the teacher’s answers. They stay if they help on other texts.",
         "distilled",
     ),

@@ -48,8 +48,7 @@ SHIFTS = """() => new Promise(done => {
 })"""
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("path", ["", f"?run={EXAMPLE_NAME}"])
+@pytest.mark.parametrize("width, path", [(1280, f"?run={EXAMPLE_NAME}"), (390, "")])
 def test_what_was_painted_stays_in_its_place(local, browser, width, path):
     with looking(browser, local.url + path, viewport={"width": width, "height": 900}, anew=True) as page:
         page.wait_for_selector("#verdict .lz-verdict" if path else "#takes li:has-text('of memory') >> nth=2")
