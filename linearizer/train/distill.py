@@ -23,7 +23,7 @@ from linearizer.plan.plan import Plan
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.files import remove, writing
-from linearizer.run.folder import Run, ends_of_phases
+from linearizer.run.folder import Run, Trained, ends_of_phases
 from linearizer.run.stopping import YIELD_SECONDS, log_progress, uninterrupted
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.layers import featured
@@ -36,6 +36,7 @@ from linearizer.train.settings import TrainingResult, TrainingSettings, training
 from linearizer.train.trainer import NEWEST, PREVIOUS, Losses, Trainer, read_state, write_state
 
 TRAIN = "train"  # what rank 0 asks for: `train_share`
+NEVER: Callable[[int], bool] = lambda step: False  # noqa: E731
 TOGETHER_SECONDS = 600.0  # that a step of several ranks has before it is interrupted: then nothing is saved
 
 
@@ -46,7 +47,7 @@ def distill(
     *,
     folder: Path | None = None,
     resume: bool = False,
-    enough: Callable[[int], bool] = lambda step: False,
+    enough: Callable[[int], bool] = NEVER,
     ranks: Ranks = ALONE,
     compared: torch.Tensor | None = None,
 ) -> Steps[TrainingResult]:
@@ -79,8 +80,9 @@ def distill(
         try:
             yield from run_steps(trainer, events, new_events, enough, save)
             kl = None if compared is None else ranks.hear(trainer.kl_of_adapters(compared))
-            if kl is not None and kl[1] >= kl[0]:
-                events.append(f"the adapters are left out: KL {kl[0]:.4f} without them, {kl[1]:.4f} with them")
+            trained = Trained(trainer.step, settings.steps, kl)
+            if not trained.keeps_adapters:
+                events.append(trained.gain_in_words)
                 remove_adapters(student, merge=False)
         except (GeneratorExit, KeyboardInterrupt) as end:
             # between two steps, where a generator is closed, the other ranks wait to hear whether it is enough
@@ -200,7 +202,7 @@ def train_phase(
     ranks: Ranks = ALONE,
 ) -> Steps[None]:
     """Train with one loss, from its last saved step to its end, which may have been early."""
-    folder = run.folder / "state" / "training" / str(number)
+    folder = folder_of_phase(run, number)
     begun = folder.exists()
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -210,16 +212,25 @@ def train_phase(
         return step >= end or run.has_request("use")
 
     ranks.hear((TRAIN, number, begun))
-    how: dict[str, Any] = {"resume": begun, "ranks": ranks, "compared": texts.compared if run.plan.distils else None}
-    steps = distill(student, texts.learnt, settings, folder=folder, enough=enough, **how)
+    steps = train_share(run, student, texts, number, begun, ranks, enough)
     result = yield from log_progress(run, steps, YIELD_SECONDS if ranks.count == 1 else TOGETHER_SECONDS)
     run.log(EventName.DISTILLED, phase=number, asked=settings.steps, **asdict(result))
 
 
 def train_share(
-    run: Run, student: LinearizedForCausalLM, texts: TextsOfRun, number: int, begun: bool, ranks: Ranks
+    run: Run,
+    student: LinearizedForCausalLM,
+    texts: TextsOfRun,
+    number: int,
+    begun: bool,
+    ranks: Ranks,
+    enough: Callable[[int], bool] = NEVER,
 ) -> Steps[TrainingResult]:
-    """Train this rank's share in a phase, from the same step as rank 0."""
-    folder, settings = run.folder / "state" / "training" / str(number), training_settings(run.plan)[number]
-    compared = texts.compared if run.plan.distils else None
-    return distill(student, texts.learnt, settings, folder=folder, resume=begun, ranks=ranks, compared=compared)
+    """Train this rank's share in a phase, from the same step as rank 0, which decides when it is enough."""
+    settings, compared = training_settings(run.plan)[number], texts.compared if run.plan.distils else None
+    how: dict[str, Any] = {"folder": folder_of_phase(run, number), "resume": begun, "enough": enough, "ranks": ranks}
+    return distill(student, texts.learnt, settings, compared=compared, **how)
+
+
+def folder_of_phase(run: Run, number: int) -> Path:
+    return run.folder / "state" / "training" / str(number)
