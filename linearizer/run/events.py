@@ -66,6 +66,7 @@ class WorkTime:
 
     seconds: float = 0.0  # until it last ended
     started: float | None = None
+    newest: float = 0.0  # time of the last sign of work: a run that was killed does not log its end
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> WorkTime:
@@ -77,12 +78,15 @@ class WorkTime:
     def add(self, event: Event) -> None:
         """Add the time between each start of the run and what ended it."""
         if event["event"] == EventName.STARTED:
+            self.seconds += 0.0 if self.started is None else max(0.0, self.newest - self.started)
             self.started = event["time"]
         elif event["event"] == EventName.WAITED and self.started is not None:
             self.started += event["seconds"]
         elif event["event"] in (EventName.DONE, EventName.STOPPED, EventName.FAILED) and self.started is not None:
             self.seconds += event["time"] - self.started
             self.started = None
+        if event["event"] != EventName.QUEUED:
+            self.newest = event["time"]
 
 
 def append_event(path: Path, event: str, details: Mapping[str, Any]) -> None:

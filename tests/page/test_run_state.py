@@ -58,6 +58,9 @@ def test_the_time_that_a_run_took_is_without_that_in_which_it_waited_or_was_stop
     append_line(run.log_file, b'{"event": "started", "time": 400.0, "job": "evaluate"}')  # of another task
     watched.read()
     assert watched.worked.seconds == 13.0
+    for time, name in ((500, "started"), (520, "price"), (900, "queued"), (910, "started"), (915, "done")):  # killed
+        watched.worked.add({"event": name, "time": float(time)})
+    assert watched.worked.seconds == 13.0 + 20.0 + 5.0
     status = replace(control.status(run), state="done")
     assert "took 13 s" in cards.run_card(status, "run", 999.0, 13.0)
     assert "took" not in cards.run_card(replace(status, state="running"), "run", 999.0, 13.0)
