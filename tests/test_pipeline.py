@@ -19,8 +19,8 @@ from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import USUAL_LENGTH, Plan
 from linearizer.progress import finish
 from linearizer.run.files import UNFINISHED, remove
-from linearizer.run.folder import Trained, read_training
 from linearizer.run.measured import Candidate, Candidates
+from linearizer.run.training_end import Trained, read_training
 from linearizer.run.weight_digests import DIGESTS, read_digests
 from linearizer.teacher.devices import choose_dtype
 from linearizer.train.trainer import NEWEST

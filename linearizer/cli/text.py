@@ -18,7 +18,7 @@ from linearizer.progress import Progress, Steps, finish
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.tables import describe_heads, write_tables
 from linearizer.report.verdict import kl_sentences
-from linearizer.run.folder import read_training
+from linearizer.run.training_end import read_training
 
 if TYPE_CHECKING:
     from linearizer.encoders.encoder_quality import Judgement

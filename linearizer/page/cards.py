@@ -23,9 +23,10 @@ from linearizer.report.parts import PART_VIEWS
 from linearizer.report.quality_charts import result_charts
 from linearizer.report.tables import with_half_width
 from linearizer.report.verdict import Verdict, judge_lengths, of_subject
-from linearizer.run.folder import Run, read_training
+from linearizer.run.folder import Run
 from linearizer.run.hub_job import read_hub_job
 from linearizer.run.results import Language, LengthResult, Part
+from linearizer.run.training_end import read_training
 from linearizer.serve.server import HOST, PORT
 from linearizer.workers import control, device_queue
 from linearizer.workers.control import LIVE, Status

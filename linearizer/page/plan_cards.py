@@ -20,8 +20,9 @@ from linearizer.report.head_needs import HeadNeeds, Measuring, needs_of
 from linearizer.report.markup import announcement, folded, message_box, table, values_list
 from linearizer.report.needs_chart import draw_needs
 from linearizer.report.verdict import judge_run, predict_kl
-from linearizer.run.folder import Run, Trained
+from linearizer.run.folder import Run
 from linearizer.run.names import refuse_encoder
+from linearizer.run.training_end import Trained
 
 if TYPE_CHECKING:
     from linearizer.plan.inspection import Inspection, ModelFacts

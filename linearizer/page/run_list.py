@@ -26,8 +26,9 @@ from linearizer.report.markup import folded, message_box, sentence_html, table
 from linearizer.report.plotly_charts import MIN_DRAWN_KL
 from linearizer.report.tables import describe_heads
 from linearizer.report.verdict import judge_run, of_subject
-from linearizer.run.folder import Run, read_training
+from linearizer.run.folder import Run
 from linearizer.run.names import refuse_encoder
+from linearizer.run.training_end import read_training
 from linearizer.workers import control
 from linearizer.workers.control import LIVE, Status
 

@@ -31,7 +31,8 @@ from linearizer.page.visitors import Visitor
 from linearizer.plan.plan import DEFAULT_BUDGET
 from linearizer.report import markup
 from linearizer.report.parts import PART_VIEWS
-from linearizer.run.folder import Run, read_training
+from linearizer.run.folder import Run
+from linearizer.run.training_end import read_training
 from linearizer.workers import control
 
 SOON_SECONDS = 0.2  # until the page polls after an action

@@ -34,9 +34,10 @@ from linearizer.report.parts import PART_VIEWS
 from linearizer.report.tables import Table, describe_environment, describe_heads
 from linearizer.report.verdict import candidates_table, find_correction
 from linearizer.run.files import write_whole
-from linearizer.run.folder import Run, read_training
+from linearizer.run.folder import Run
 from linearizer.run.names import HubName
 from linearizer.run.results import Part
+from linearizer.run.training_end import read_training
 
 TAGS = ["linearizer", "linear-attention", "linearized", "custom_code"]
 LINK = r"https?://[\w./~%#?=&:+@-]+"

@@ -32,7 +32,7 @@ from linearizer.plan.json_products import JsonProduct, read_json
 from linearizer.plan.options import differences
 from linearizer.plan.plan import Plan
 from linearizer.run import locks
-from linearizer.run.events import Event, EventName, append_event, events_of_student, newest_events, read_events
+from linearizer.run.events import Event, EventName, append_event, newest_events, read_events
 from linearizer.run.files import UNFINISHED, link_error, open_in_place, remove, seal, unseal, write_whole, writing
 from linearizer.run.locks import Lock
 from linearizer.run.measured import CANDIDATES, Candidates, Prices, Profile
@@ -406,50 +406,3 @@ def newest_request(run: Run) -> tuple[Request, bool, tuple[str, ...]]:
             if "request" in event:
                 return Request.of(event["request"]), event.get("again", False), tuple(finished)
     raise RequestError(f"{str(run.folder)!r} has no request for an evaluation: `linearizer evaluate` makes it")
-
-
-@dataclass(frozen=True)
-class Trained:
-    """Steps of a training, over all its phases."""
-
-    done: int
-    asked: int
-    kl: tuple[float, float] | None = None  # of the student without adapters and with them, on texts kept from them
-
-    @property
-    def keeps_adapters(self) -> bool:
-        return self.kl is None or self.kl[1] < self.kl[0]
-
-    @property
-    def gain_in_words(self) -> str:
-        """What adapters gave, if that was measured."""
-        if self.kl is None:
-            return ""
-        without, with_them = self.kl
-        end = f" ({1 - with_them / without:.0%} less)" if self.keeps_adapters else ", and they are left out"
-        kl = f"a KL of {without:.4f} without them, and of {with_them:.4f} with them{end}"
-        return f"on texts that the adapters did not learn from the student has {kl}"
-
-    @property
-    def early(self) -> bool:
-        return self.done < self.asked
-
-    @property
-    def in_words(self) -> str:
-        """The steps, and how many were asked for if it was ended early: 12 of 200 steps."""
-        return f"{self.done:,} of {self.asked:,} steps" if self.early else f"{self.done:,} steps"
-
-
-def read_training(run: Run) -> Trained:
-    """Read from the log of a run how its training ended."""
-    ends = ends_of_phases(run)
-    done, asked = (
-        sum(int(event.get(name) or event["steps"]) for event in ends.values()) for name in ("steps", "asked")
-    )
-    kl = next((tuple(event["kl"]) for event in ends.values() if event.get("kl")), None)
-    return Trained(done, asked, kl)
-
-
-def ends_of_phases(run: Run) -> dict[int, Event]:
-    """Read from the log of a run how each phase of its training ended; of a resumed phase the last end counts."""
-    return {event.get("phase", 0): event for event in events_of_student(run.events(), EventName.DISTILLED)}

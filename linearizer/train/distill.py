@@ -23,8 +23,9 @@ from linearizer.plan.plan import Plan
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.files import remove, writing
-from linearizer.run.folder import Run, Trained, ends_of_phases
+from linearizer.run.folder import Run
 from linearizer.run.stopping import YIELD_SECONDS, log_progress, uninterrupted
+from linearizer.run.training_end import Trained, ends_of_phases
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.layers import featured
 from linearizer.teacher.logits import check_logits

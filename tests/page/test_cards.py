@@ -15,9 +15,10 @@ from linearizer.page.visitors import example_folder
 from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
 from linearizer.run.events import EventName
-from linearizer.run.folder import Run, read_training
+from linearizer.run.folder import Run
 from linearizer.run.locks import take_lock
 from linearizer.run.results import Comparison, Difference, Side, StateSizes
+from linearizer.run.training_end import read_training
 from linearizer.workers import control, device_queue
 
 POINT = re.compile(r"([\d.]+) ([\d.]+)")
