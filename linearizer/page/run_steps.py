@@ -203,7 +203,8 @@ def draw_changes(browser: Browser, drawn_marks: dict[str, str], at: float, touch
         run, parts = read_watched(browser)
     except LinearizerError:  # without a run, or where it was deleted
         # if nothing was shown yet, the steps stay as the visitor has opened them
-        return in_order(show_nothing() | show_attached(None) if drawn_marks or browser.run_name else {})
+        emptied = show_nothing() | show_attached(None) if drawn_marks or browser.run_name else {}
+        return in_order(emptied | ({"walk": gr.Tabs(selected=1)} if browser.run_name else {}))
     parts = {key: part for key, part in parts.items() if opened or not key.startswith(PART_PREFIX)}
     another = drawn_marks.get("id") not in (None, parts["id"].mark)
     if drawn_marks.get("id") != parts["id"].mark:  # a new run may have the name of a deleted one
