@@ -47,9 +47,9 @@ def preview_of(name: str) -> Preview:
     with suppress(LinearizerError):
         if name and (found := preview_of_run(find_visitor().find_run(name))) is not None:
             return found
-    asked = read_model().asked
-    held = zip(SIDES, asked.readings[-1][1:], strict=True)
-    about = f"A text of {asked.readings[-1][0]:,} tokens, read by {read_model().model}, its student and a plain window."
+    tokens, *sizes = read_model().recordings[0].readings[-1]
+    held = zip(SIDES, sizes, strict=True)
+    about = f"A text of {tokens:,} tokens, read by {read_model().model}, its student and a plain window."
     return Preview(SITE, about, [(COLOURS[side], title, count) for (side, title), count in held])
 
 
