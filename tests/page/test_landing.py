@@ -58,7 +58,7 @@ SHIFTS = """() => new Promise(done => {
 def test_what_was_painted_stays_in_its_place(local, browser, width, path):
     with looking(browser, local.url + path, viewport={"width": width, "height": 900}, anew=True) as page:
         page.wait_for_selector("#verdict .lz-verdict" if path else "#takes li:has-text('of memory') >> nth=2")
-        assert page.evaluate(SHIFTS) < 0.2  # a busy machine draws parts one by one
+        assert page.evaluate(SHIFTS) < 0.1
         assert page.locator("footer .show-api").is_visible()
 
 
