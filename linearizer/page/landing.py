@@ -49,6 +49,7 @@ MODELS = {  # suggestions, by the titles of their buttons
     "SmolLM2-135M-Instruct": "HuggingFaceTB/SmolLM2-135M-Instruct",
     "Qwen3-0.6B": "Qwen/Qwen3-0.6B",
 }
+BUDGETS = {"demo": 64}  # which its short texts exceed, so that a run shows what a student forgets
 SMOL = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
 SMOL |= {"num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192}
 QWEN = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
@@ -152,7 +153,8 @@ def wire(ui: SimpleNamespace) -> None:
     # queued, because otherwise Gradio would not report the change of the inspection's State to the page
     ui.model.change(show_model, [ui.memory, ui.model, ui.budget], outputs, show_progress_on=ui.model_card, **SLOW)
     for model, button in ui.models.items():
-        button.click(lambda model=model: model, None, ui.model, **QUICK)
+        budget = BUDGETS.get(model, DEFAULT_BUDGET)
+        button.click(lambda model=model, budget=budget: (model, budget), None, [ui.model, ui.budget], **QUICK)
     # leaving a run may have closed the second step
     ui.to_budget.click(lambda: (gr.Tabs(selected=2), gr.Tab(interactive=True)), None, [ui.walk, ui.step_2], **QUICK)
 
