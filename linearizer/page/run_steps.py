@@ -111,7 +111,7 @@ def wire(ui: SimpleNamespace, opened: Any) -> None:
     ui.other.input(share_budget, [ui.memory, ui.other], [ui.other_card, ui.touched], **newest_only)
     ui.colour.change(None, ui.colour, None, js="colourHeads", **QUICK)
     ui.branch.click(branch_run, [ui.memory, ui.other], watch_outputs(ui), **ONCE)
-    ui.to_chat.click(lambda: gr.Tabs(selected=6), None, ui.walk, **QUICK)
+    ui.to_chat.click(None, None, None, js="() => goTo('compare')", **QUICK)
     ui.to_publish.click(None, None, None, js="openPublishing", **QUICK)
     for name, action in {**RUN_ACTIONS, "stop_evaluating": actions.stop_evaluation}.items():
         getattr(ui, name).click(ask_run(action), ui.memory, [ui.timer, ui.note, ui.pay], **ONCE)
