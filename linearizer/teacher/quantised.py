@@ -35,6 +35,7 @@ OF_PACKED = re.compile(r"\.(weight\.absmax|SCB)$")  # ends the names of tensors 
 READ_HERE = ("gptq", "awq")  # not by transformers
 PACKAGES = {PACKED: "bitsandbytes", "compressed-tensors": "compressed_tensors", GGUF: "gguf"}  # that load them
 METHODS = (*PACKAGES, *READ_HERE, "fp8", "mxfp4")
+MXFP4_KIND = "gpt_oss"
 Tensor = torch.Tensor
 WORD = 32  # bits
 WORDS, ZEROS, SCALES, GROUPS = "qweight", "qzeros", "scales", "g_idx"
@@ -98,6 +99,8 @@ def check_quantisation(config: PreTrainedConfig) -> None:
         return
     if name not in METHODS or (name == GGUF and gguf_file(config) is None):
         raise Refused(f"its weights are quantised by {name}, which is not served", BEFORE)
+    if name == "mxfp4" and config.get_text_config(decoder=True).model_type != MXFP4_KIND:
+        raise Refused(f"its weights are quantised by mxfp4, which transformers expands for {MXFP4_KIND} alone", BEFORE)
     if (package := PACKAGES.get(name)) is not None and find_spec(package) is None:
         raise Refused(
             f"its weights are quantised by {name}, and {package} is not installed",

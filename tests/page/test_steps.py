@@ -45,6 +45,13 @@ def test_the_slider_says_at_once_what_a_budget_means(local, browser):
         assert all(re.search(r", about \d+ (s|min|h)$", text.strip()) for text in efforts) and len(efforts) == 3
         page.get_by_label("Thorough").check()
         assert page.get_by_label("Thorough").is_checked()
+        unfold(page, "All ways as points")
+        for recipe, chosen in (("gdn", "#recipe input[value=gdn]"), ("windows", "#recipe input[value=windows]")):
+            page.locator(f"#methods [data-recipe={recipe}] circle").first.dispatch_event("click")  # others lie above it
+            wait_until_true(page, "([at]) => document.querySelector(at)?.checked", [chosen])
+        page.locator("#methods [data-recipe=best] circle").first.click()
+        wait_until_true(page, "([at]) => document.querySelector(at)?.checked", ["#way input[value=measured]"])
+        assert not page.locator("#recipe").is_visible()
 
 
 def test_a_budget_is_lowered_to_what_the_next_model_reads(local, browser, tmp_path):

@@ -196,6 +196,13 @@ def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
     assert "no_such_package is not installed" in refused.reason and "pip install no-such-package" in refused.remedy
 
 
+def test_mxfp4_is_refused_where_transformers_does_not_expand_it(tmp_path):
+    teacher_of("mixtral").save_pretrained(tmp_path)
+    change_json(tmp_path / "config.json", quantization_config=MXFP4)
+    refused = pipeline.inspect(str(tmp_path))
+    assert refused.reason == "its weights are quantised by mxfp4, which transformers expands for gpt_oss alone"
+
+
 @pytest.mark.parametrize("size", [[0, 0], [128], [128, -1], [1.5, 2], "128", 128])
 def test_blocks_that_hold_no_weights_are_refused_before_they_are_read(size, tmp_path):
     quantised("fp8", tmp_path)
