@@ -35,6 +35,7 @@ OF_PACKED = re.compile(r"\.(weight\.absmax|SCB)$")  # ends the names of tensors 
 READ_HERE = ("gptq", "awq")  # not by transformers
 PACKAGES = {PACKED: "bitsandbytes", "compressed-tensors": "compressed_tensors", GGUF: "gguf"}  # that load them
 METHODS = (*PACKAGES, *READ_HERE, "fp8", "mxfp4")
+EXPANDED_FROM_MXFP4 = "gpt_oss"  # the kind of model whose experts transformers knows in that form
 Tensor = torch.Tensor
 WORD = 32  # bits
 WORDS, ZEROS, SCALES, GROUPS = "qweight", "qzeros", "scales", "g_idx"
@@ -102,6 +103,10 @@ def check_quantisation(config: PreTrainedConfig) -> None:
         raise Refused(
             f"its weights are quantised by {name}, and {package} is not installed",
             f"`pip install {package.replace('_', '-')}`, or {BEFORE}",
+        )
+    if name == "mxfp4" and config.get_text_config(decoder=True).model_type != EXPANDED_FROM_MXFP4:
+        raise Refused(
+            f"its weights are quantised by mxfp4, which transformers expands only for {EXPANDED_FROM_MXFP4}", BEFORE
         )
     size = quantisation_of(config).get("weight_block_size")
     pair = isinstance(size, (list, tuple)) and len(size) == 2 and all(type(x) is int and x > 0 for x in size)
