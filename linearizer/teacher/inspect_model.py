@@ -124,7 +124,7 @@ def count_resting(model: PreTrainedModel) -> int:
     if not isinstance(chosen, int):
         return 0
     stacks = [x for name, x in model.named_parameters() if ".experts." in name and x.ndim == 3]  # one for all experts
-    return sum(x.numel() // len(x) * max(0, len(x) - chosen) for x in stacks)
+    return sum(x[0].numel() * (len(x) - chosen) for x in stacks if len(x) > chosen)
 
 
 def verify_teacher(model: PreTrainedModel, inspection: Inspection) -> None:

@@ -82,6 +82,14 @@ def test_many_layers_of_many_experts_are_refused_together():
         check_counts("a", {"num_hidden_layers": 500, "num_experts": 4000}, 0)
 
 
+def test_a_mixture_without_experts_is_described_in_a_sentence(tmp_path):
+    write_model(tmp_path)
+    content = {**tiny_config("deepseek_v3").to_dict(), "n_routed_experts": 0}
+    (tmp_path / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    described = pipeline.inspect(str(tmp_path))
+    assert described.resting == 0
+
+
 def test_published_shapes_are_within_the_bounds():
     for family in HYBRIDS:
         check_counts(family, tiny_hybrid(family).to_dict(), 10)
