@@ -119,7 +119,7 @@ def compare_at(
         strained = gain is not None and gain.interval[1] < -STRAIN
     difference, allocation = units.estimate_difference(excess), window.allocation
     assert allocation is not None, "a window has no teacher's cache"
-    return LengthResult(length, unit, units.count, allocation.exact_tokens, tuple(rows), difference, strained)
+    return LengthResult(length, unit, units.count, allocation.longest_exact, tuple(rows), difference, strained)
 
 
 def catastrophic(loss: Tensor, teacher: Tensor) -> Tensor:

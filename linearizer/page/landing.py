@@ -49,6 +49,7 @@ MODELS = {  # suggestions, by the titles of their buttons
     "SmolLM2-135M-Instruct": "HuggingFaceTB/SmolLM2-135M-Instruct",
     "Qwen3-0.6B": "Qwen/Qwen3-0.6B",
 }
+BUDGETS = {"demo": 64}  # which its short texts exceed, so that a run shows what a student forgets
 SMOL = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
 SMOL |= {"num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192}
 QWEN = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
@@ -80,16 +81,24 @@ class Budget:
 
 @dataclass(frozen=True)
 class Asked:
-    """Questions that need memory: their count, how many each side answered right, and one of them with its text."""
+    """How many questions each side answered right, that need the memory of a text."""
 
+    text: str
+    budget: int  # of the student, in tokens
     count: int
-    budget: int
-    right: dict[str, int]
+    right: dict[str, int]  # by the names of SIDES
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A text that was read, and one of the questions about it."""
+
+    asked: Asked
+    about: str  # what was read
     fact: str
     question: str
     distance: int  # tokens from the fact to the question
     answers: dict[str, str]  # by the names of SIDES
-    source: str  # where the text is from
     text: str  # what was read, up to the question
     readings: tuple[tuple[int, ...], ...]  # tokens that were read by then, and the bytes of each side
 
@@ -103,12 +112,13 @@ class RealModel(JsonProduct):
     lengths: tuple[int, ...]
     cache_bytes: tuple[int, ...]  # of the teacher, at every length
     budgets: tuple[Budget, ...]
-    asked: Asked
+    recordings: tuple[Recording, ...]
+    asked: tuple[Asked, ...]  # of all texts at all budgets
 
     @property
     def first(self) -> int:
-        """The place of the budget that is shown first: the budget of the questions."""
-        return [budget.tokens for budget in self.budgets].index(self.asked.budget)
+        """The place of the budget that is shown first: the budget of the first recording."""
+        return [budget.tokens for budget in self.budgets].index(self.recordings[0].asked.budget)
 
 
 @cache
@@ -143,7 +153,8 @@ def wire(ui: SimpleNamespace) -> None:
     # queued, because otherwise Gradio would not report the change of the inspection's State to the page
     ui.model.change(show_model, [ui.memory, ui.model, ui.budget], outputs, show_progress_on=ui.model_card, **SLOW)
     for model, button in ui.models.items():
-        button.click(lambda model=model: model, None, ui.model, **QUICK)
+        budget = BUDGETS.get(model, DEFAULT_BUDGET)
+        button.click(lambda model=model, budget=budget: (model, budget), None, [ui.model, ui.budget], **QUICK)
     # leaving a run may have closed the second step
     ui.to_budget.click(lambda: (gr.Tabs(selected=2), gr.Tab(interactive=True)), None, [ui.walk, ui.step_2], **QUICK)
 
@@ -232,36 +243,49 @@ def hero_html() -> str:
         "whose memory has a fixed size, and measures what that costs: "
         f"at {model.lengths[-1]:,} tokens the student of {escape(model.model)} <b>chooses the same next token "
         f"{budget.rows[0].agreement[-1]:.0%} of the time, in {size(budget.state_bytes)} instead of "
-        f"{size(model.cache_bytes[-1])}</b>.</p></div>{replay_html(model.asked)}"
+        f"{size(model.cache_bytes[-1])}</b>.</p></div>{replays_html(model.recordings)}"
     )
 
 
-def replay_html(asked: Asked) -> str:
-    """Write the end of the recording, which head.html replays from its begin where motion is welcome."""
-    most = max(asked.readings[-1][1:])
+def replays_html(recordings: Sequence[Recording]) -> str:
+    """Write all recordings, each behind a tab: head.html shows one at a time."""
+    tabs = "".join(
+        f'<button type="button" role="tab" id="recording-{place}" aria-controls="replay-{place}" '
+        f'aria-selected="{str(not place).lower()}" tabindex="{-1 if place else 0}">{recording.asked.text}, '
+        f"{size(recording.readings[-1][2])}</button>"
+        for place, recording in enumerate(recordings)
+    )
+    replays = "".join(replay_html(place, recording) for place, recording in enumerate(recordings))
+    return f'<div class="lz-replays"><div role="tablist" aria-label="A recording">{tabs}</div>{replays}</div>'
+
+
+def replay_html(place: int, recording: Recording) -> str:
+    """Write the end of a recording, which head.html replays from its begin where motion is welcome."""
+    tokens, *held = recording.readings[-1]
     sides = "".join(
-        side_html(asked, side, title, held, most)
-        for (side, title), held in zip(SIDES, asked.readings[-1][1:], strict=True)
+        side_html(recording, side, title, count, max(held)) for (side, title), count in zip(SIDES, held, strict=True)
     )
-    text = " ".join(asked.text.split())
+    text = " ".join(recording.text.split())
     return (
-        f'<section class="lz-replay" aria-label="A recording" data-text="{escape(text, quote=True)}" '
-        f'data-readings="{[*map(list, asked.readings)]}">'
-        f"<p>All read {escape(asked.source)}, with a sentence of ours near the beginning: "
-        f"<q>{escape(asked.fact)}</q></p>"
+        f'<section class="lz-replay" role="tabpanel" id="replay-{place}" aria-labelledby="recording-{place}" '
+        f'data-text="{escape(text, quote=True)}" data-readings="{[*map(list, recording.readings)]}"'
+        f"{' hidden' * bool(place)}><p>All read {escape(recording.about)}; early on stands "
+        f"<q>{escape(recording.fact)}</q></p>"
         f'<p class="lz-read"><span>… <span data-shown>{escape(text[-SHOWN:])}</span> '
-        f'<b class="lz-later">{escape(asked.question)}</b></span></p><div class="lz-sides">{sides}</div>'
+        f'<b class="lz-later">{escape(recording.question)}</b></span></p><div class="lz-sides">{sides}</div>'
         '<p class="lz-faint"><button type="button" data-act="replay">Play</button> '
-        f"<span data-read>{asked.readings[-1][0]:,}</span> tokens read</p></section>"
+        f'<span data-read>{tokens:,}</span> tokens read <span class="lz-wide">at a budget of {recording.asked.budget} '
+        f"tokens; {recording.asked.count} such questions were asked</span></p></section>"
     )
 
 
-def side_html(asked: Asked, side: str, title: str, held: int, most: int) -> str:
+def side_html(recording: Recording, side: str, title: str, held: int, most: int) -> str:
     """Show what one side remembers at the end, and its answer."""
-    answer, right = asked.answers[side], asked.answers[side] == asked.fact
+    answer, right, asked = recording.answers[side], recording.answers[side] == recording.fact, recording.asked
     sign = '<span role="img" aria-label="right">✓</span>' if right else '<span role="img" aria-label="wrong">✗</span>'
     return (
-        f'<div class="lz-side"><h3>{title}</h3><b data-held>{size(held)}</b>'
+        f'<div class="lz-side"><h3>{title}</h3>'
+        f'<small class="lz-later">{asked.right[side]} of {asked.count} right</small><b data-held>{size(held)}</b>'
         f'<div class="lz-held lz-{side}"><i style="width:{held / most:.1%}"></i></div>'
         f'<p class="lz-later">{sign} {escape(answer)}</p></div>'
     )
@@ -289,14 +313,12 @@ def real_model_html() -> str:
         "speeches, news, specifications, code, documentation), none of which its heads were priced on. KL is in nats "
         "per token, lower is better."
     )
-    asked = model.asked
-    rights = ", ".join(f"{title.lower()} {asked.right[side]}" for side, title in SIDES)
-    recorded = (
-        f"Of {asked.count} questions about a sentence some {asked.distance:,} tokens back, as the one that is recorded "
-        f"above, these were answered right at a budget of {asked.budget} tokens, the beginning of the answer being "
-        f"given: {rights}."
+    far = min(recording.distance for recording in model.recordings)
+    about_recordings = (
+        f"In the recordings above, sides end a sentence whose beginning is given, some {far:,} tokens after they read "
+        "it. The contract and the log are ours, and so are the sentences in the novel and in nine other texts."
     )
-    lead = f'<div class="lz-lead"><h2 id="gained">What you gain</h2><p>{about}</p><p>{recorded}</p></div>'
+    lead = f'<div class="lz-lead"><h2 id="gained">What you gain</h2><p>{about}</p><p>{about_recordings}</p></div>'
     return f'<section class="lz-real" aria-labelledby="gained">{lead}{dial}{budgets}{numbers_html(model)}</section>'
 
 
@@ -349,4 +371,11 @@ def numbers_html(model: RealModel) -> str:
         for row in budget.rows
     ]
     note = '<p class="lz-faint">Brackets hold 95% intervals by Student’s t over the documents.</p>'
-    return folded("In numbers", table("", head, rows, label="KL of a real model") + note)
+    asked_head = ("", "budget", "questions", *(title for _, title in SIDES))
+    asked_rows = [
+        [asked.text, str(asked.budget), str(asked.count), *(str(asked.right[side]) for side, _ in SIDES)]
+        for asked in model.asked
+    ]
+    about = "Right answers about what stands far back; “Novel”: one question about each of ten texts"
+    answers = table(about, asked_head, asked_rows)
+    return folded("In numbers", table("", head, rows, label="KL of a real model") + note + answers)

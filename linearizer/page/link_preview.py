@@ -1,7 +1,8 @@
 """What a link to the page shows where it is sent: title, description and a picture, drawn from the run that it names.
 
-Gradio writes its own into every page; these take their place. Whoever makes a preview is no visitor, so on a Space,
-where runs are their visitors' own, only the example has one; other links show the recording of the first page.
+Gradio writes its own into every page; these take their place, and the style of the first paint stands beside them.
+Whoever makes a preview is no visitor, so on a Space, where runs are their visitors' own, only the example has one;
+other links show the recording of the first page.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import io
 import re
 from contextlib import suppress
 from html import escape
+from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
@@ -29,6 +31,7 @@ from linearizer.run.folder import Run
 
 PAGES = ("/", "/runs", "/runs/")
 OTHERS = re.compile(rb'<meta\s+(?:property|name)="(?:og|twitter):[^>]*>\s*')
+FIRST_STYLE = Path(__file__).with_name("first.css").read_text(encoding="utf-8")
 SITE = "Linearizer: language models with a memory that does not grow"
 COLOURS = {"teacher": "#7c8796", "student": "#2a83c4", "window": "#cf6f10"}
 WIDTH, HEIGHT, MARGIN, BAR = 1200, 630, 70, 36  # pixels
@@ -47,9 +50,9 @@ def preview_of(name: str) -> Preview:
     with suppress(LinearizerError):
         if name and (found := preview_of_run(find_visitor().find_run(name))) is not None:
             return found
-    asked = read_model().asked
-    held = zip(SIDES, asked.readings[-1][1:], strict=True)
-    about = f"A text of {asked.readings[-1][0]:,} tokens, read by {read_model().model}, its student and a plain window."
+    tokens, *sizes = read_model().recordings[0].readings[-1]
+    held = zip(SIDES, sizes, strict=True)
+    about = f"A text of {tokens:,} tokens, read by {read_model().model}, its student and a plain window."
     return Preview(SITE, about, [(COLOURS[side], title, count) for (side, title), count in held])
 
 
@@ -97,7 +100,7 @@ ROUTE = Route("/preview.png", send_picture)
 
 
 def write_tags(page: bytes, request: Request) -> bytes:
-    """Put the tags of a preview in place of Gradio's."""
+    """Put the tags of a preview in place of Gradio's, and the style of the first paint."""
     name = request.query_params.get("run", "")
     preview, asked = preview_of(name), f"?run={quote(name)}" if name else ""
     base = request.base_url.replace(scheme="https") if on_space() else request.base_url
@@ -106,7 +109,7 @@ def write_tags(page: bytes, request: Request) -> bytes:
         "og:url": f"{base}{asked}", "og:image": f"{base}preview.png{asked}", "twitter:card": "summary_large_image",
     }  # fmt: skip
     tags = "".join(f'<meta property="{key}" content="{escape(value, quote=True)}">' for key, value in values.items())
-    return OTHERS.sub(b"", page).replace(b"</head>", tags.encode() + b"</head>", 1)
+    return OTHERS.sub(b"", page).replace(b"</head>", f"{tags}<style>{FIRST_STYLE}</style></head>".encode(), 1)
 
 
 class LinkPreview:

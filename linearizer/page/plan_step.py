@@ -17,6 +17,7 @@ from linearizer.page.calls import ONCE, QUICK, SLOW, Browser, handler, refusals
 from linearizer.page.layout import lead
 from linearizer.page.plan_form import (
     LEADS,
+    LISTED,
     SLIDERS,
     USUAL_PAPER,
     WAYS,
@@ -26,13 +27,16 @@ from linearizer.page.plan_form import (
     read_form,
     recipe_choices,
     way_choices,
+    way_of,
 )
 from linearizer.page.planning import Examined, ExaminedEncoder, make_plan
 from linearizer.page.run_steps import WATCHED_PARTS, watch_outputs, watch_run
 from linearizer.page.visitors import signs_in
 from linearizer.plan.plan import ADJUSTABLE, DEFAULT_BUDGET, Plan
+from linearizer.plan.recipes import RECIPES
 from linearizer.report import markup
 from linearizer.report.markup import message_box
+from linearizer.report.methods_chart import draw_methods
 from linearizer.run.folder import parse_plan
 
 if TYPE_CHECKING:
@@ -85,6 +89,8 @@ def place_ways(ui: SimpleNamespace) -> None:
     ui.way = gr.Radio(way_choices({}), value="measured", show_label=False, label="Way", elem_id="way", **tiles)
     listed: dict[str, Any] = {"value": USUAL_PAPER, "label": "Recipe", "visible": False, "elem_id": "recipe", **tiles}
     ui.listed = gr.Radio(recipe_choices(), **listed)
+    with gr.Accordion("All ways as points, by bytes: click one to choose it", open=False, elem_id="methods-part"):
+        ui.methods = gr.HTML(draw_methods(), elem_id="methods", js_on_load="chooseMethod(element, trigger)")
     ui.may_grow = gr.Radio(
         [("Never grows", False), ("May grow", True)],
         value=False,
@@ -125,6 +131,7 @@ def wire(ui: SimpleNamespace) -> None:
     changes = [part.change for part in changed]
     ui.budget.input(show_budget, choices, ui.budget_card, **newest_only)
     gr.on([*changes, ui.budget.release], show_plan, choices, outputs, **newest_only)
+    ui.methods.click(choose_method, None, [ui.way, ui.listed], **QUICK)
     ui.start.click(start_run, [ui.memory, *choices], [*watch_outputs(ui), ui.start_note], **ONCE)
     wire_job(ui, choices)
     written = [ui.model, *form]
@@ -145,6 +152,16 @@ def wire_job(ui: SimpleNamespace, choices: list[Any]) -> None:
     gr.on(changes, forget_offer, None, [ui.job_sure, ui.cap], **{**QUICK, "trigger_mode": "always_last"})
     # in the browser: an answer of the server might arrive late, and erase the refusal of a newer start
     gr.on(changes, None, None, ui.start_note, js="() => ''", **QUICK)
+
+
+def choose_method(event: gr.EventData) -> tuple[Any, Any]:
+    """Choose the recipe of a point in the chart; a browser may send anything."""
+    sent = event._data if isinstance(event._data, dict) else {}
+    recipe = str(sent.get("recipe", ""))
+    if recipe not in RECIPES:
+        return gr.skip(), gr.skip()
+    way = way_of(recipe)
+    return way, gr.Radio(value=recipe if recipe in LISTED else USUAL_PAPER, visible=way == "paper")
 
 
 def show_budget(chosen: Examined | ExaminedEncoder | None, *choices: Any) -> str:

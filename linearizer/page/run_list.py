@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from html import escape
+from statistics import fmean
 from typing import Any
 
 import gradio as gr
@@ -23,9 +25,10 @@ from linearizer.plan.plan import Plan
 from linearizer.report import markup
 from linearizer.report.line_chart import Axis, Line, draw_lines
 from linearizer.report.markup import folded, message_box, sentence_html, table
-from linearizer.report.plotly_charts import MIN_DRAWN_KL
+from linearizer.report.plotly_charts import MIN_DRAWN_KL, thin_points
 from linearizer.report.tables import describe_heads
 from linearizer.report.verdict import judge_run, of_subject
+from linearizer.run.events import EventName, events_of_student
 from linearizer.run.folder import Run
 from linearizer.run.names import refuse_encoder
 from linearizer.run.training_end import read_training
@@ -159,6 +162,24 @@ def kl_points(run: Run, name: str) -> list[tuple[float, float]]:
     return [(length, max(kl.mean, MIN_DRAWN_KL)) for length, kl in judged if kl is not None]
 
 
+def loss_points(run: Run) -> list[tuple[float, float]]:
+    """Return the steps of a training, and how far the loss was above the least, in the mean of layers."""
+    steps = [event for event in events_of_student(run.events(), EventName.DISTILL) if event.get("layers")]
+    means = [(float(event["done"]), fmean(event["layers"].values())) for event in thin_points(steps)]
+    return [(step, mean) for step, mean in means if step > 0 and mean > 0]
+
+
+def draw_pair(runs: Sequence[Run], points: Callable[[Run], list[tuple[float, float]]], x: str, y: str) -> str:
+    """Draw a line for each of two runs; empty where none has two points."""
+    kinds = zip(runs, ("lz-student", "lz-other"), strict=True)
+    lines = [line for run, kind in kinds if len((line := Line(run.folder.name, points(run), kind)).points) > 1]
+    if not lines:
+        return ""
+    across, up = ([point[side] for line in lines for point in line.points] for side in (0, 1))
+    names = " and ".join(line.name for line in lines)
+    return draw_lines(f"{y} by {x}, {names}", Axis.round(across, x), Axis.round(up, y), lines, at_ends=True)
+
+
 def draw_kl(lines: Sequence[Line]) -> str:
     """Draw lines of KL over the length; empty where none has two points."""
     lines = [line for line in lines if len(line.points) > 1]
@@ -216,13 +237,12 @@ def comparison_card(first: Run, second: Run) -> str:
         if (verdict := judge_run(run)) is not None
     )
     facts, plan = "Results", "Options of the plan that differ"
-    kinds = ("lz-student", "lz-other")
-    lines = [
-        Line(run.folder.name, kl_points(run, "student"), kind) for run, kind in zip((first, second), kinds, strict=True)
+    pairs = [
+        draw_pair((first, second), partial(kl_points, name="student"), "tokens of a text", "KL, nats per token"),
+        draw_pair((first, second), loss_points, "steps of training", "loss above the least, mean of layers"),
     ]
-    drawn = draw_kl(lines)
-    title = "<figcaption>KL of the students by length of the texts</figcaption>"
-    chart = f'<div class="lz-real lz-charts"><figure>{title}{drawn}</figure></div>' if drawn else ""
+    drawn = "".join(f"<figure>{pair}</figure>" for pair in pairs if pair)
+    chart = f'<div class="lz-real lz-charts">{drawn}</div>' if drawn else ""
     return chart + table(facts, head, rows, kind=kind) + verdicts + table(plan, head, differing, kind=kind)
 
 

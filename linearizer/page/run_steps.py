@@ -111,7 +111,7 @@ def wire(ui: SimpleNamespace, opened: Any) -> None:
     ui.other.input(share_budget, [ui.memory, ui.other], [ui.other_card, ui.touched], **newest_only)
     ui.colour.change(None, ui.colour, None, js="colourHeads", **QUICK)
     ui.branch.click(branch_run, [ui.memory, ui.other], watch_outputs(ui), **ONCE)
-    ui.to_chat.click(lambda: gr.Tabs(selected=6), None, ui.walk, **QUICK)
+    ui.to_chat.click(None, None, None, js="() => goTo('compare')", **QUICK)
     ui.to_publish.click(None, None, None, js="openPublishing", **QUICK)
     for name, action in {**RUN_ACTIONS, "stop_evaluating": actions.stop_evaluation}.items():
         getattr(ui, name).click(ask_run(action), ui.memory, [ui.timer, ui.note, ui.pay], **ONCE)
@@ -203,7 +203,8 @@ def draw_changes(browser: Browser, drawn_marks: dict[str, str], at: float, touch
         run, parts = read_watched(browser)
     except LinearizerError:  # without a run, or where it was deleted
         # if nothing was shown yet, the steps stay as the visitor has opened them
-        return in_order(show_nothing() | show_attached(None) if drawn_marks or browser.run_name else {})
+        emptied = show_nothing() | show_attached(None) if drawn_marks or browser.run_name else {}
+        return in_order(emptied | ({"walk": gr.Tabs(selected=1)} if browser.run_name else {}))
     parts = {key: part for key, part in parts.items() if opened or not key.startswith(PART_PREFIX)}
     another = drawn_marks.get("id") not in (None, parts["id"].mark)
     if drawn_marks.get("id") != parts["id"].mark:  # a new run may have the name of a deleted one

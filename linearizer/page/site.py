@@ -98,7 +98,7 @@ def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
     """Connect the parts of the page with their handlers."""
     outputs = [ui.memory, ui.note, ui.timer]
     opened = site.load(open_page, [ui.memory, ui.address], outputs, js="readAddress", **QUICK)
-    opened.then(None, None, None, js="() => { window.opened = true }", **QUICK)
+    opened.then(None, ui.memory, None, js="memory => { window.opened = true; keepInAddress(memory) }", **QUICK)
     site.load(landing.list_last_runs, ui.memory, ui.last_runs, **QUICK)
     opened.success(landing.forecast_models, ui.memory, ui.takes, **{**QUICK, "queue": True})
     ui.memory.change(None, ui.memory, None, js="keepInAddress", **QUICK)

@@ -56,7 +56,7 @@ class Allocation(JsonProduct):
         return head_bytes.state_bytes(self.heads, layers, self.sinks, length)
 
     @property
-    def exact_tokens(self) -> int:
+    def longest_exact(self) -> int:
         """The most tokens that a head keeps exactly: its window and the sinks."""
         return self.sinks + max((head.window for row in self.heads for head in row), default=0)
 

@@ -275,6 +275,7 @@ class CausalCard(Card):
             "allocation": allocation,
             "held": describe_heads(allocation),
             "state": state,
+            "exact": allocation.exact_until(run.layers),
             "sizes": table_markdown(Table([ROW_TITLES, *state.rows()])),
             "parts": self.parts,
             "views": PART_VIEWS,

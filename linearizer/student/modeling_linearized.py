@@ -21,6 +21,7 @@ hold something else than windows and slots carry further files (OTHER_CODE).
 import functools
 import os
 import shutil
+from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
 from typing import Any, cast
@@ -131,6 +132,9 @@ class OfStudent:
     def output_attentions(self, value: bool) -> None:
         self._output_attentions = value
 
+    def __reduce__(self) -> tuple:
+        return empty_of, (config_like, type(self).__bases__[1]), vars(self)
+
     def validate(self) -> None:
         """Check nothing: transformers would refuse a request for weights."""
 
@@ -174,6 +178,11 @@ def config_like(teacher: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     return kind
 
 
+def empty_of(like: Callable[[type], type], teacher: type) -> Any:
+    """Make an object without attributes, in a process that may not have made its class yet."""
+    return object.__new__(like(teacher))
+
+
 def reads_pictures(kind: type[PreTrainedConfig]) -> bool:
     """Whether models with such configs read pictures and write text."""
     return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -215,6 +224,9 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config, *args, **kwargs)
         self.add_students()
         self.post_init()
+
+    def __reduce__(self) -> tuple:
+        return empty_of, (model_like, type(self).__bases__[1]), vars(self)
 
     def add_students(self) -> None:
         """Add a student to every layer of which the config describes the heads."""
@@ -320,8 +332,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> None:
         if self.attends_as_teacher:
             return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        kind = generation_config.cache_implementation
-        if kind not in (None, "dynamic"):
+        if (kind := generation_config.cache_implementation) not in (None, "dynamic"):
             raise ValueError(f"cache_implementation={kind!r}: a linearized model has a cache of its own; leave it out")
         cache = take_cache(model_kwargs)
         if cache is not None or generation_config.use_cache is not False:

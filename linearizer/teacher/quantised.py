@@ -35,7 +35,7 @@ OF_PACKED = re.compile(r"\.(weight\.absmax|SCB)$")  # ends the names of tensors 
 READ_HERE = ("gptq", "awq")  # not by transformers
 PACKAGES = {PACKED: "bitsandbytes", "compressed-tensors": "compressed_tensors", GGUF: "gguf"}  # that load them
 METHODS = (*PACKAGES, *READ_HERE, "fp8", "mxfp4")
-EXPANDED_FROM_MXFP4 = "gpt_oss"  # the kind of model whose experts transformers knows in that form
+MXFP4_KIND = "gpt_oss"
 Tensor = torch.Tensor
 WORD = 32  # bits
 WORDS, ZEROS, SCALES, GROUPS = "qweight", "qzeros", "scales", "g_idx"
@@ -99,14 +99,12 @@ def check_quantisation(config: PreTrainedConfig) -> None:
         return
     if name not in METHODS or (name == GGUF and gguf_file(config) is None):
         raise Refused(f"its weights are quantised by {name}, which is not served", BEFORE)
+    if name == "mxfp4" and config.get_text_config(decoder=True).model_type != MXFP4_KIND:
+        raise Refused(f"its weights are quantised by mxfp4, which transformers expands for {MXFP4_KIND} alone", BEFORE)
     if (package := PACKAGES.get(name)) is not None and find_spec(package) is None:
         raise Refused(
             f"its weights are quantised by {name}, and {package} is not installed",
             f"`pip install {package.replace('_', '-')}`, or {BEFORE}",
-        )
-    if name == "mxfp4" and config.get_text_config(decoder=True).model_type != EXPANDED_FROM_MXFP4:
-        raise Refused(
-            f"its weights are quantised by mxfp4, which transformers expands only for {EXPANDED_FROM_MXFP4}", BEFORE
         )
     size = quantisation_of(config).get("weight_block_size")
     pair = isinstance(size, (list, tuple)) and len(size) == 2 and all(type(x) is int and x > 0 for x in size)

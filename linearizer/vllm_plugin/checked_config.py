@@ -9,7 +9,7 @@ from vllm import ModelRegistry
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, MambaModelConfig
 
 from linearizer.student.modeling_linearized import reads_pictures
-from linearizer.vllm_plugin.refusals import OF_PICTURES, PARALLEL, SPECULATIVE, student_problem
+from linearizer.vllm_plugin.refusals import OF_PICTURES, PARALLEL, PIPELINE, SPECULATIVE, student_problem
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,7 +38,9 @@ class CheckedConfig(MambaModelConfig):
         config = vllm_config.model_config.hf_config
         kind, layers = CONFIG_MAPPING[config.linearized["teacher_type"]], config.linearized["layers"]
         problem = OF_PICTURES if reads_pictures(kind) else student_problem(layers, has_own_layers(vllm_config))
-        if vllm_config.parallel_config.world_size > 1:
+        if vllm_config.parallel_config.pipeline_parallel_size > 1:
+            problem = problem or PIPELINE
+        if vllm_config.parallel_config.tensor_parallel_size > 1 and not has_own_layers(vllm_config):
             problem = problem or PARALLEL
         if vllm_config.speculative_config is not None:
             problem = problem or SPECULATIVE

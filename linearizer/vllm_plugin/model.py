@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateCopyFuncCalculator
 from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching
@@ -32,7 +33,7 @@ class LinearizedForVllm(nn.Module, HasInnerState, IsAttentionFree, SupportsMamba
         kind: Any = NativeLayers if has_own_layers(vllm_config) else CheckpointLayers
         self.layers = kind(vllm_config)
         parts, recurrent = [*zip(*(r.parts() for r in self.layers.readers), strict=True)], self.layers.recurrent
-        size = max(row.end for rows in parts for row in rows)
+        size = largest_of_ranks(max(row.end for rows in parts for row in rows))
         self.memory = StateMemory(size, "linearized.states.0", recurrent, vllm_config)
         for reader in self.layers.readers:
             reader.memory = self.memory
@@ -70,3 +71,10 @@ class LinearizedForVllm(nn.Module, HasInnerState, IsAttentionFree, SupportsMamba
     @classmethod
     def get_mamba_state_copy_func(cls) -> tuple:
         return MambaStateCopyFuncCalculator.linear_attention_state_copy_func()  # copies a row whole
+
+
+def largest_of_ranks(size: int) -> int:
+    """Return the most bytes that a row has in any process: vLLM gives all of them rows of one size."""
+    largest = torch.tensor(size, device="cpu")
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, get_tp_group().cpu_group)
+    return int(largest)

@@ -1,6 +1,6 @@
 """vLLM's own model of the teacher, with a student in place of each attention: its linear and recurrent layers, its
 graphs and its compiled code stay, whatever the teacher's architecture, if vLLM knows it. Attention to a sliding window
-has a student, too: one that keeps the window.
+has a student, too: one that keeps the window. With tensor parallelism a process reads the KV heads that vLLM gives it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
@@ -103,6 +104,7 @@ class NativeLayers(nn.Module):
         """Make the readers of layers by their numbers: first those of windows, which lie in every row."""
         self.readers: list[LayerReader] = []
         self.by_layer: dict[int, LayerReader] = {}
+        self.whole: dict[int, LayerStudent] = {}  # of layers with all heads, as the checkpoint has their weights
         begin = sum(map(bytes_of, self.recurrent.values()))
         layers = {extract_layer_index(attention.layer_name): attention for attention in found}
         for index, attention in sorted(layers.items(), key=lambda item: entries["layers"][item[0]] is not None):
@@ -111,8 +113,12 @@ class NativeLayers(nn.Module):
             if attention.kv_sharing_target_layer_name is not None:
                 raise ValueError(SHARED.format(index))
             if layer is not None:
-                student = LayerStudent(layer["heads"], entries["sinks"], dims[0], entries["feature_map"], dims[1])
-                draw_layer(student.float().eval(), generator_at(0))
+                whole, mine = layer["heads"], heads_of_rank(len(layer["heads"]))
+                kind = entries["sinks"], dims[0], entries["feature_map"], dims[1]
+                self.whole[index] = student = LayerStudent(whole, *kind).float().eval()
+                if mine != [*range(len(whole))]:
+                    student = LayerStudent([whole[head] for head in mine], *kind).float().eval()
+                draw_layer(student, generator_at(0))
                 most = entries["exact_tokens"]
             elif attention.sliding_window is not None:
                 student, most = window_student(attention.sliding_window, attention.num_kv_heads, dims), 0
@@ -130,13 +136,12 @@ class NativeLayers(nn.Module):
         return self.model.compute_logits(hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        students = {index: reader.heads.student for index, reader in self.by_layer.items()}
         own = {
             (index, name): weight
-            for index, student in students.items()
-            for name, weight in [*student.named_parameters(), *student.named_buffers()]
+            for index, student in self.whole.items()
+            for name, weight in student.named_parameters()
         }
-        missing = {(index, name) for index, student in students.items() for name, _ in student.named_parameters()}
+        missing = {*own}
 
         def of_teacher() -> Iterator[tuple[str, Tensor]]:
             for name, weight in weights:
@@ -151,3 +156,28 @@ class NativeLayers(nn.Module):
         if missing:
             index, name = min(missing)
             raise ValueError(f"the checkpoint lacks {name} of the student of layer {index}: download or make it again")
+        for index, whole in self.whole.items():
+            copy_heads(whole, self.by_layer[index].heads.student, heads_of_rank(whole.kv_heads))
+
+
+def heads_of_rank(kv_heads: int) -> list[int]:
+    """Return the KV heads of a layer that this process reads; more processes than heads share some."""
+    rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    first = rank * kv_heads // ranks
+    return [*range(first, first + max(1, kv_heads // ranks))]
+
+
+@torch.no_grad()
+def copy_heads(whole: LayerStudent, part: LayerStudent, heads: list[int]) -> None:
+    """Copy the weights of some heads of a layer to the student that has these alone."""
+    if part is whole:
+        return
+    if part.turns is not None:
+        for name, weight in part.turns.named_parameters():
+            weight.copy_(getattr(whole.turns, name)[heads])
+    for group in part.head_groups():
+        source = next(each for each in whole.head_groups() if heads[group.heads[0]] in each.heads)
+        rows = [source.heads.index(heads[place]) for place in group.heads]
+        weights = dict(source.named_parameters())
+        for name, weight in group.named_parameters():
+            weight.copy_(weights[name][rows])

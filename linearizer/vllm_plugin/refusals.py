@@ -22,7 +22,10 @@ OTHER_LAYERS = (
     "vLLM's {} has other attention layers than this student: serve it with "
     '--additional-config \'{{"linearizer_layers": "checkpoint"}}\', or with `linearizer serve`'
 )
-PARALLEL = "vLLM's plugin serves a student in one process: leave tensor and pipeline parallelism out, or serve copies"
+PIPELINE = (
+    "vLLM's plugin keeps the layers of a student together: use tensor parallelism in place of pipeline parallelism"
+)
+PARALLEL = "tensor parallelism needs vLLM's own layers, which are not used for this student: leave it out"
 SPECULATIVE = "a student's state cannot be rolled back: leave speculative decoding out"
 OF_PICTURES = (
     "this student reads pictures, and vLLM's plugin serves students of text: make one with --text-only, or use "

@@ -1,4 +1,7 @@
-"""How fast `linearizer serve` writes, through HTTP: python -m tests.benchmarks.http_rate --run RUN (some minutes).
+"""How fast `linearizer serve` writes, through HTTP:
+
+  python -m tests.benchmarks.http_rate --run RUN                       some minutes
+  python -m tests.benchmarks.http_rate --run RUN --vllm ENV/bin/python   vLLM serves both, too, where it is installed
 
 A student and its teacher are served in turn, each by a process of its own. Clients ask for completions at the default
 temperature, all at the same time, after a prompt that is theirs alone. Counted are the tokens that are written, over
@@ -9,15 +12,18 @@ import argparse
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 
 import httpx
 
+from linearizer.hub.models import find_model
 from linearizer.run.names import find_run
 
 RESULTS = Path(__file__).parent / "results" / "http-rate-cpu.json"
@@ -31,10 +37,13 @@ def main(arguments=None):
     parser.add_argument("--clients", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--read", type=int, default=1024, help="about how many tokens each prompt has")
     parser.add_argument("--write", type=int, default=32, help="tokens of an answer")
+    parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vLLM and this package")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args(arguments)
     run = find_run(arguments.run)
-    rates = {name: measure(run, name, arguments) for name in ("teacher", "student")}
+    servers = {"": serving, **({"vLLM, ": serving_by_vllm} if arguments.vllm else {})}
+    asked = [(begin, name) for name in ("teacher", "student") for begin in servers]
+    rates = {begin + name: measure(servers[begin], run, name, arguments) for begin, name in asked}
     result = {
         "date": date.today().isoformat(),
         "command": "python -m tests.benchmarks.http_rate",
@@ -49,8 +58,15 @@ def main(arguments=None):
     return result
 
 
-def measure(run, name, arguments):
+def measure(served_by, run, name, arguments):
     """Serve a model, and measure with each number of clients."""
+    with served_by(run, name, arguments) as served:
+        return {str(count): round(rate(served, count, arguments), 2) for count in arguments.clients}
+
+
+@contextmanager
+def serving(run, name, arguments):
+    """Serve by `linearizer serve`; give the address, and what a request has to name."""
     words = ["serve", str(run.folder), "--port", "0", "--json", *["--teacher"] * (name == "teacher")]
     command = [sys.executable, "-m", "linearizer", *words, "--max-state-bytes", str(2**33)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
@@ -59,19 +75,50 @@ def measure(run, name, arguments):
             while not text.endswith("}\n"):
                 text += server.stdout.readline()
                 assert server.poll() is None, "the server has ended"
-            served = json.loads(text)
-            return {str(count): round(rate(served, count, arguments), 2) for count in arguments.clients}
+            yield json.loads(text)["url"], {}
         finally:
             server.send_signal(signal.SIGINT)
 
 
+@contextmanager
+def serving_by_vllm(run, name, arguments):
+    """Serve by vLLM's server with its defaults."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder = run.checkpoint if name == "student" else find_model(run.plan.model).folder
+    options = ["--model", folder, "--served-model-name", "model", "--host", "127.0.0.1", "--port", port]
+    options += ["--dtype", run.plan.dtype, "--enable-prefix-caching", "--hf-overrides"]
+    options += [json.dumps({"max_position_embeddings": 2 * arguments.read + arguments.write})]
+    options += ["--block-size", 256] * (name == "student")
+    command = [arguments.vllm, "-m", "vllm.entrypoints.openai.api_server", *map(str, options)]
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2"}
+    with subprocess.Popen(command, env=os.environ | quiet, stdout=sys.stderr) as server:
+        try:
+            while not answers(f"http://127.0.0.1:{port}/health"):
+                assert server.poll() is None, "vLLM's server has ended"
+                time.sleep(1)
+            yield f"http://127.0.0.1:{port}/v1", {"model": "model"}
+        finally:
+            server.terminate()
+
+
+def answers(url):
+    """Whether a server is ready."""
+    try:
+        return httpx.get(url, timeout=5).is_success
+    except httpx.TransportError:
+        return False
+
+
 def rate(served, count, arguments):
     """Return the tokens that clients receive a second, after their prompts were read."""
+    url, named = served
 
     def ask(place, tokens):
         prompt = f"{place} " + SENTENCE * (arguments.read * LETTERS_OF_TOKEN // len(SENTENCE))
-        body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "seed": place}
-        answer = httpx.post(f"{served['url']}/completions", json=body, timeout=None).raise_for_status().json()
+        body = {**named, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "seed": place}
+        answer = httpx.post(f"{url}/completions", json=body, timeout=None).raise_for_status().json()
         return answer["usage"]["completion_tokens"]
 
     with ThreadPoolExecutor(count) as pool:

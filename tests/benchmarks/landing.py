@@ -1,34 +1,36 @@
 """Write the measurements of a real model that the first page shows:  python -m tests.benchmarks.landing
 
-They are those of results/real-smollm2-135m.json and of results/questions-smollm2-135m.json, in a file of the package.
+They are those of results/real-smollm2-135m.json and of results/questions-smollm2-135m.jsonl, in a file of the package.
 
   python -m tests.benchmarks.landing --ask RUN   first asks the questions of RUN's teacher, student and a plain window
 
-RUN is a run of SmolLM2-135M-Instruct at a budget of 256 tokens (`linearizer run MODEL --budget 256`), whose student is
-made again in memory. A fact stands far back in a text, and each side ends a sentence about it. All answers are kept; a
-second call goes on with the facts that were not asked for yet.
+RUN is a run of SmolLM2-135M-Instruct (`linearizer run MODEL --budget 256`), whose student is made again in memory.
+Facts stand far back in a text, and each side ends sentences about them: ten in a contract and ten in a log, both our
+own, and one in each of ten texts of others, a novel the first. All answers are kept; a second call goes on with the
+texts that were not read yet. Which text is shown at which budget was chosen before any was asked.
 """
 
 import argparse
 import json
+from itertools import takewhile
 from pathlib import Path
 
-from linearizer.evaluate.side_by_side import Reader, write_in_turns
+from linearizer.evaluate.side_by_side import Reader, read_in_turns, write_in_turns
 from linearizer.evaluate.subjects import Setup
 from linearizer.method.initialise import initialise
 from linearizer.method.recorder import samples_of
-from linearizer.page.landing import FILE, SIDES, STUDENT, WINDOW, Asked, Budget, RealModel, Row
+from linearizer.page.landing import FILE, SIDES, STUDENT, WINDOW, Asked, Budget, RealModel, Recording, Row
 from linearizer.pipeline import begin_student
 from linearizer.progress import quiet
 from linearizer.run.files import write_whole
 from linearizer.run.folder import Run
-from linearizer.run.results import StateSizes
 from linearizer.teacher.load import load_teacher_of
 from tests.benchmarks.quality_table import RESULTS
 from tests.benchmarks.real_table import TEACHER, RealTable
 from tests.benchmarks.real_texts import NAME, documents_to_judge
+from tests.benchmarks.recorded_texts import CONTRACT_FACTS, LOG_FACTS, write_contract, write_log
 
-TABLE, QUESTIONS = RESULTS / "real-smollm2-135m", RESULTS / "questions-smollm2-135m.json"
+TABLE, QUESTIONS = RESULTS / "real-smollm2-135m", RESULTS / "questions-smollm2-135m.jsonl"
 LENGTHS = (1024, 2048, 4096, 8192)
 SHOWN = {  # rows -> their names on the page
     "best": STUDENT,
@@ -37,7 +39,10 @@ SHOWN = {  # rows -> their names on the page
     "tova, 8 bits": "TOVA",
     "zsmerge, 8 bits": "ZSMerge",
 }
-SHOWN_TEXT = "Dubliners"  # of 1914, by James Joyce, who died in 1941: nobody's property
+NOVEL, CONTRACT, LOG = "Novel", "Contract", "Log"
+SHOWN_AT = {NOVEL: 256, CONTRACT: 128, LOG: 64}  # tokens of the budget
+READ = {NOVEL: "Joyce’s Dubliners", CONTRACT: "a lease", LOG: "a server’s log"}  # by all sides of a recording
+SHOWN_TEXT = "novel Dubliners"  # of 1914, by James Joyce, who died in 1941: nobody's property
 BEFORE, FAR = 60, 1500  # tokens of a text before a fact, and from there to the question
 NEW_TOKENS = 8
 FACTS = (  # how a sentence begins, how it ends, and the question for it
@@ -66,44 +71,70 @@ def main():
 
 def ask_all(run):
     """Ask every question of teacher, student and window, and keep what each answered."""
-    recorded = json.loads(QUESTIONS.read_text(encoding="utf-8")) if QUESTIONS.exists() else {"asked": []}
+    budget, known = run.plan.budget, {(each["budget"], each["text"]) for each in recorded()}
     with quiet():
         teacher = load_teacher_of(run.plan)
         student = begin_student(run, teacher, run.require_allocation())
     initialise(student, samples_of(run))
     setup = Setup(run, student.eval(), student, teacher.tokenizer, student, None)
-    documents = documents_to_judge(setup.tokenizer, BEFORE + FAR, len(FACTS))
     subjects = setup.subjects(BEFORE + FAR)
-    pairs = sorted(zip(FACTS, documents, strict=True), key=lambda pair: SHOWN_TEXT not in pair[1].name)
-    for fact, document in pairs[len(recorded["asked"]) :]:
-        prompt, distance = hide(setup.tokenizer, document.ids[0], *fact)
-        readings, answers = read_and_answer(subjects, setup.tokenizer, prompt)
-        shown = {"prompt": prompt, "readings": readings} if SHOWN_TEXT in document.name else {}
-        asked = {"fact": fact, "text": document.name, "distance": distance, "answers": answers, **shown}
-        recorded["asked"].append(asked)
-        write_whole(QUESTIONS, json.dumps({"budget": run.plan.budget, **recorded}, indent=1) + "\n")
-        print(fact[1], recorded["asked"][-1]["answers"], flush=True)
+    for recording, name, text, facts in texts_with_facts(setup.tokenizer):
+        if (budget, name) in known:
+            continue
+        told = {"recording": recording, "budget": budget, "text": name}
+        readings, asked = read_and_ask(subjects, setup.tokenizer, text, facts)
+        answered = [{**told, **each} for each in asked]
+        if recording != NOVEL or name == SHOWN_TEXT:  # the others are not ours to copy
+            answered[0] |= {"read": text, "readings": readings}
+        with QUESTIONS.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(each) + "\n" for each in answered)
+        print(budget, name, right_of(answered), flush=True)
 
 
-def hide(tokenizer, ids, begin, end, question):
-    """Write a chat in which a fact stands far back, and the answer has begun; count the tokens after the fact."""
-    before, after = (tokenizer.decode(part) for part in (ids[:BEFORE], ids[BEFORE:]))
-    turn = [{"role": "user", "content": f"{before}\n\n{begin} {end}.\n\n{after}\n\n{question}"}]
-    prompt = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) + begin
-    return prompt, len(tokens_of(tokenizer, prompt.partition(f"{begin} {end}.")[2]))
+def recorded():
+    """Return all questions that were asked."""
+    return [json.loads(line) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
 
 
-def tokens_of(tokenizer, text):
-    return tokenizer(text, add_special_tokens=False)["input_ids"]  # a template has those that are needed
+def texts_with_facts(tokenizer):
+    """Yield the recording of each text, its name, the text, and its facts."""
+    yield CONTRACT, "contract", write_contract(), CONTRACT_FACTS
+    yield LOG, "log", write_log(), LOG_FACTS
+    documents = documents_to_judge(tokenizer, BEFORE + FAR, len(FACTS))
+    pairs = sorted(zip(FACTS, documents, strict=True), key=lambda pair: pair[1].name != SHOWN_TEXT)
+    for fact, document in pairs:
+        ids = document.ids[0]
+        before, after = (tokenizer.decode(part) for part in (ids[:BEFORE], ids[BEFORE:]))
+        yield NOVEL, document.name, f"{before}\n\n{sentence(fact)}\n\n{after}", [fact]
 
 
-def read_and_answer(subjects, tokenizer, prompt):
-    """Let subjects read a prompt piece by piece, and end the sentence; record the bytes of each after every piece."""
-    readers, readings = [Reader.of(subject) for subject in subjects], []
-    for now in write_in_turns(readers, tokenizer, prompt, tokens_of(tokenizer, prompt), NEW_TOKENS):
-        if isinstance(now, StateSizes):
-            readings.append([now.tokens, *(now.bytes[side] for side, _ in SIDES)])
-    return readings, {side: first_sentence(getattr(now, side).text) for side, _ in SIDES}
+def sentence(fact):
+    return f"{fact[0]} {fact[1]}."
+
+
+def read_and_ask(subjects, tokenizer, text, facts):
+    """Let subjects read a text once, piece by piece, and then end a sentence about each fact."""
+    prompts = [write_prompt(tokenizer, text, fact) for fact in facts]
+    tokens = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]  # a template has those
+    alike = len([*takewhile(lambda column: len({*column}) == 1, zip(*tokens, strict=False))])
+    shared = tokens[0][: min(alike, len(tokens[0]) - 1)]
+    readers = [Reader.of(subject) for subject in subjects]
+    pieces = read_in_turns(readers, [shared] * len(readers))
+    readings = [[now.tokens, *(now.bytes[side] for side, _ in SIDES)] for now in pieces]
+    asked = []
+    for fact, prompt, ids in zip(facts, prompts, tokens, strict=True):
+        forks = [reader.fork() for reader in readers]
+        *_, written = write_in_turns(forks, tokenizer, prompt, ids[len(shared) :], NEW_TOKENS)
+        answers = {side: first_sentence(getattr(written, side).text) for side, _ in SIDES}
+        distance = len(tokenizer(prompt.partition(sentence(fact))[2], add_special_tokens=False)["input_ids"])
+        asked.append({"fact": fact, "distance": distance, "answers": answers})
+    return readings, asked
+
+
+def write_prompt(tokenizer, text, fact):
+    """Write a chat with a text and a question, whose answer has begun."""
+    turn = [{"role": "user", "content": f"{text}\n\n{fact[2]}"}]
+    return tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) + fact[0]
 
 
 def first_sentence(text):
@@ -122,7 +153,9 @@ def shown_model():
         budgets.append(Budget(tokens, table.find("best", tokens)["state"][str(LENGTHS[-1])], tuple(rows)))
     teacher = table.find(TEACHER, 0)
     cache = tuple(teacher["state"][str(length)] for length in LENGTHS)
-    return RealModel(NAME, len(teacher["texts"]), LENGTHS, cache, tuple(budgets), shown_questions())
+    asked = tuple(count_answers(recording, budget) for recording in SHOWN_AT for budget in SHOWN_AT.values())
+    documents = len(teacher["texts"])
+    return RealModel(NAME, documents, LENGTHS, cache, tuple(budgets), tuple(shown_recordings()), asked)
 
 
 def reaches(record):
@@ -138,26 +171,38 @@ def measured(record):
     return tuple(tuple(round(value, 5) for value in values) for values in kl), agreement
 
 
-def shown_questions():
-    """Count the right answers, and choose the question whose text may be shown."""
-    recorded = json.loads(QUESTIONS.read_text(encoding="utf-8"))
-    asked = recorded["asked"]
-    right = {side: sum(is_right(each, side) for each in asked) for side in asked[0]["answers"]}
-    shown = next(each for each in asked if "readings" in each)
-    begin, end, question = shown["fact"]
-    text = shown["prompt"].partition("<|im_start|>user\n")[2].rpartition(f"\n\n{question}")[0]
-    return Asked(
-        count=len(asked),
-        budget=recorded["budget"],
-        right=right,
-        fact=f"{begin} {end}.",
-        question=question,
-        distance=shown["distance"],
-        answers={side: f"{begin} {answer}." for side, answer in shown["answers"].items()},
-        source="Joyce’s Dubliners",
-        text=text,
-        readings=tuple(tuple(reading) for reading in shown["readings"]),
-    )
+def shown_recordings():
+    """Choose a question of each recording, whose text may be shown."""
+    for recording, budget in SHOWN_AT.items():
+        asked = asked_of(recording, budget)
+        first = next(each for each in asked if "read" in each)
+        of_text = [each for each in asked if each["text"] == first["text"]]
+        shown = next(each for each in of_text if is_right(each, "teacher") and is_right(each, STUDENT))
+        begin, _, question = shown["fact"]
+        yield Recording(
+            asked=count_answers(recording, budget),
+            about=READ[recording],
+            fact=sentence(shown["fact"]),
+            question=question,
+            distance=shown["distance"],
+            answers={side: f"{begin} {answer}." for side, answer in shown["answers"].items()},
+            text=first["read"],
+            readings=tuple(tuple(reading) for reading in first["readings"]),
+        )
+
+
+def asked_of(recording, budget):
+    return [each for each in recorded() if (each["recording"], each["budget"]) == (recording, budget)]
+
+
+def count_answers(recording, budget):
+    asked = asked_of(recording, budget)
+    return Asked(recording, budget, len(asked), right_of(asked))
+
+
+def right_of(asked):
+    """Count the right answers of each side."""
+    return {side: sum(is_right(each, side) for each in asked) for side, _ in SIDES}
 
 
 def is_right(each, side):

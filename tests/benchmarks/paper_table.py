@@ -61,17 +61,16 @@ def of_freedoms(cells, printed):
 
 
 def of_losses(cells, printed):
-    """The next-token loss of every choice by every loss, at the most steps that were measured."""
-    steps = max(every_steps(cells), default=0)
-    shown = table(
-        ["", *LOSSES],
-        [[NAMES[row], *(loss_in_words(cells, printed, row, loss, steps) for loss in LOSSES)] for row in NAMES],
-    )
-    own, given = cells["teacher"]["loss"], printed.get("teacher")
+    """The next-token loss of every choice by every loss, a table for each number of steps."""
+    own, given, facts = cells["teacher"]["loss"], printed.get("teacher"), cells["facts"]
     teacher = f"{own:.4f}" + f" ({given} printed)" * bool(given)
-    facts = cells["facts"]
-    tokens = f"{steps} steps of {facts['batch']} × {facts['length']} tokens"
-    return f"Next-token loss after {tokens}, with 95% intervals over seeds; teacher {teacher}\n\n{shown}"
+    tables = []
+    for steps in every_steps(cells):
+        rows = [[NAMES[row], *(loss_in_words(cells, printed, row, loss, steps) for loss in LOSSES)] for row in NAMES]
+        tokens = f"{steps} steps of {facts['batch']} × {facts['length']} tokens"
+        about = f"Next-token loss after {tokens}, with 95% intervals over seeds; teacher {teacher}"
+        tables.append(f"{about}\n\n{table(['', *LOSSES], rows)}")
+    return "\n\n".join(tables)
 
 
 def loss_in_words(cells, printed, row, loss, steps):
@@ -106,7 +105,7 @@ def paired(cells, loss, steps):
 
 def of_errors(cells, printed):
     """The errors of layers after training by L2."""
-    steps = max(every_steps(cells), default=0)
+    steps = max((steps for steps in every_steps(cells) if values_of(cells, "fix", "l2", steps, "layers")), default=0)
     rows = []
     for row in ("fix", "dof"):
         if values := values_of(cells, row, "l2", steps, "layers"):

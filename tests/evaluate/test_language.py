@@ -155,8 +155,8 @@ def test_where_the_state_grows_each_length_has_a_window_of_its_own(subjects):
     arguments = (trio, ids, torch.zeros_like(ids), layers, read_together, (10, 40), {10: window})
     result = finish(measure_language(*arguments))
     assert len(result.subjects) == 3 and [each.window for each in result.lengths] == [
-        window.allocation.exact_tokens,
-        trio[2].allocation.exact_tokens,
+        window.allocation.longest_exact,
+        trio[2].allocation.longest_exact,
     ]
     short = measured(([trio[0], trio[1], window], layers), ids[:, :10]).subjects[2]
     assert result.lengths[0].subjects[2].kl.mean == pytest.approx(short.kl.mean, abs=1e-5)

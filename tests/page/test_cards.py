@@ -175,7 +175,19 @@ def test_two_runs_are_set_side_by_side_at_equal_lengths_alone(quick_run):
     for length in both[0] | both[1]:
         row = card.partition(f"KL, texts of {length:,} tokens")[2].partition("</tr>")[0]
         assert row.count("–") == 2 - sum(length in lengths for lengths in both), row
-    assert "<figcaption>KL of the students" in card
+    assert card.count("<svg") == 1 and "KL, nats per token by tokens of a text" in card
+
+
+def test_the_losses_of_two_trainings_are_drawn_over_each_other(tmp_path):
+    plan = Plan("demo", recipe="features", budget=32, steps=9)
+    runs = [Run.create(tmp_path / name, plan) for name in ("one", "two")]
+    for run, factor in zip(runs, (1.0, 2.0), strict=True):
+        for step in range(1, 10):
+            run.log("distill", done=step, total=9, unit="steps", layers={"0": factor / step, "1": 3 * factor / step})
+        assert run_list.loss_points(run)[0] == (1.0, 2 * factor)
+    drawn = run_list.draw_pair(runs, run_list.loss_points, "steps", "loss")
+    assert drawn.count('class="lz-line') == 2 and ">one<" in drawn and ">two<" in drawn
+    assert run_list.draw_pair(runs, lambda run: [(1.0, 1.0)], "steps", "loss") == "", "a point is no line"
 
 
 def test_the_card_is_shown_as_the_hub_shows_it_before_it_is_sent(quick_run, root):

@@ -48,8 +48,8 @@ def test_the_whole_journey_with_a_reload_in_the_middle_ends_in_a_published_model
         assert len(page.inner_text("#student .bot.message >> nth=1")) > 20
         assert page.inner_text("#student") == page.inner_text("#teacher")
         page.reload()
-        page.click("#step-6-button")
         wait_until_true(page, ANSWERED)
+        page.wait_for_selector("#prompt", state="visible")  # the step, too, is as it was
         texts = [turn.inner_text() for turn in page.locator("#student .user.message").all()]
         assert texts == ["Once upon\na time", "The old man", "She said"]
         page.get_by_role("button", name="A word hidden").click()
@@ -207,10 +207,16 @@ def test_on_its_card_a_run_is_resumed_renamed_copied_and_deleted(local, browser,
         card.locator("input").fill("better")
         card.get_by_role("button", name="Rename it").click()
         card = page.locator("[data-run=better]")
+        watching = page.context.new_page()
+        watching.goto(f"{url}?run=better&tab=measure")
+        watching.wait_for_selector("#step-3 .lz-save", state="visible", timeout=LONG)
         card.get_by_text("Delete", exact=True).press("Enter")  # by keyboard
         assert "Delete better (demo" in card.inner_text() and (runs / "better" / "checkpoint").is_dir()
         page.keyboard.press("Tab")
         assert page.evaluate("document.activeElement.textContent") == "Delete it for good"
         page.keyboard.press("Enter")
         card.wait_for(state="detached")
+        watching.wait_for_selector("#model", state="visible")  # no chart of the run is left to look at
+        shown(watching, "#run-card", "'better' is not one of your runs")
+        assert watching.locator(".lz-save:visible").count() == 0
     assert not {"better", "unwanted"} & {path.name for path in runs.iterdir()} and (runs / done).is_dir()

@@ -19,7 +19,7 @@ from tests.support.page_steps import choose_demo, choose_way, field, number_at, 
 def test_the_slider_says_at_once_what_a_budget_means(local, browser):
     with looking(browser, local.url) as page:
         choose_demo(page)
-        shown(page, "#budget-card", "from 256 tokens on")
+        shown(page, "#budget-card", "from 64 tokens on")
         shown(page, "#budget", "a whole number from 32 to 512")
         typed = page.get_by_role("spinbutton", name=re.compile("Tokens of cache"))
         for text, taken in (("96.7", "97"), ("9000", "512"), ("64", "64"), ("", "64")):  # empty: the last one stays
@@ -45,6 +45,13 @@ def test_the_slider_says_at_once_what_a_budget_means(local, browser):
         assert all(re.search(r", about \d+ (s|min|h)$", text.strip()) for text in efforts) and len(efforts) == 3
         page.get_by_label("Thorough").check()
         assert page.get_by_label("Thorough").is_checked()
+        unfold(page, "All ways as points")
+        for recipe, chosen in (("gdn", "#recipe input[value=gdn]"), ("windows", "#recipe input[value=windows]")):
+            page.locator(f"#methods [data-recipe={recipe}] circle").first.dispatch_event("click")  # others lie above it
+            wait_until_true(page, "([at]) => document.querySelector(at)?.checked", [chosen])
+        page.locator("#methods [data-recipe=best] circle").first.click()
+        wait_until_true(page, "([at]) => document.querySelector(at)?.checked", ["#way input[value=measured]"])
+        assert not page.locator("#recipe").is_visible()
 
 
 def test_a_budget_is_lowered_to_what_the_next_model_reads(local, browser, tmp_path):
@@ -53,6 +60,7 @@ def test_a_budget_is_lowered_to_what_the_next_model_reads(local, browser, tmp_pa
     (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 128}))
     with looking(browser, local.url) as page:
         choose_demo(page)
+        page.get_by_role("spinbutton", name=re.compile("Tokens of cache")).fill("256")
         shown(page, "#budget-card", "from 256 tokens on")
         page.get_by_role("tab", name="Model").click()
         page.locator("#model input").fill(str(short))
@@ -69,7 +77,7 @@ def test_what_is_left_empty_is_left_to_the_recipe(local, browser):
         for folded in ("Change how", "Advanced", "Do this elsewhere"):
             unfold(page, folded)
         choose_way(page, "features")
-        shown(page, "#step-2", "linearizer run demo --recipe features --budget 256")
+        shown(page, "#step-2", "linearizer run demo --recipe features --budget 64")
         field(page, "steps").fill("7")
         shown(page, "#step-2", "--steps 7")
         field(page, "window").fill("half")
@@ -189,7 +197,9 @@ def test_the_result_begins_with_its_verdict_and_its_tables_are_below_its_charts(
         for kind, begin in (("PNG", b"\x89PNG"), ("SVG", b"<svg xmlns"), ("CSV", b'"line","state or cache, bytes"')):
             with page.expect_download() as saved:
                 page.get_by_role("button", name=f"Save “Quality by bytes” as {kind}").click()
-            assert Path(saved.value.path()).read_bytes().startswith(begin)
+            content = Path(saved.value.path()).read_bytes()
+            assert content.startswith(begin) and saved.value.suggested_filename.startswith(f"{done}-quality-by-bytes.")
+            assert (f">{done}: Quality by bytes<".encode() in content) == (kind == "SVG")  # it says what it shows
         page.get_by_role("button", name="All measurements").click()
         page.wait_for_selector("#part-recall .js-plotly-plot")
         for title in ("Quality by length", "Quality by bytes", "Recall"):  # each chart once
@@ -249,10 +259,10 @@ def test_a_lost_connection_comes_back_by_itself_and_nothing_that_was_chosen_is_l
     requests = "**/run/predict**"
     with looking(browser, local.url) as page:
         choose_demo(page)
-        shown(page, "#budget-card", "from 256 tokens on")
+        shown(page, "#budget-card", "from 64 tokens on")
         page.route(requests, lambda route: route.abort("connectionreset"))
         with page.expect_event("requestfailed"):
-            page.get_by_role("spinbutton", name=re.compile("Tokens of cache")).fill("64")
+            page.get_by_role("spinbutton", name=re.compile("Tokens of cache")).fill("96")
         page.unroute(requests)
-        shown(page, "#budget-card", "from 64 tokens on")
+        shown(page, "#budget-card", "from 96 tokens on")
         assert page.locator(".toast-body").count() == 0 and page.locator("#model input").input_value() == "demo"

@@ -36,6 +36,8 @@ def test_the_card_names_base_results_and_how_to_load(tmp_path):
         and f"It was judged in {MADE['dtype']}: results in another dtype" in text
     )
     assert "a KV head keeps the first tokens and an exact window" in text
+    exact = card.run.require_allocation().exact_until(card.run.layers)
+    assert exact and f"A text\nof at most {exact} tokens is read exactly" in text
 
 
 def test_the_plan_on_the_card_is_the_plan(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.disk_faults import fail_calls
 
-CASES = 10  # spread over all calls, each fault in turn
+CASES = 5  # spread over all calls, each fault in turn
 
 
 @pytest.mark.skipif(not shutil.which("cc"), reason="the faults are preloaded, and written in C")

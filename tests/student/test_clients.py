@@ -2,6 +2,7 @@
 lower precision, compilation."""
 
 import copy
+import pickle
 import time
 
 import pytest
@@ -62,6 +63,13 @@ def test_its_config_reads_and_writes_what_its_teachers_config_knows(tmp_path):
     with pytest.raises(AttributeError, match="no attribute 'logit_scale'"):
         config.logit_scale  # noqa: B018
     assert copy.deepcopy(config).to_dict() == config.to_dict()
+
+
+def test_it_goes_to_another_process_with_its_config():
+    student, ids = student_of("gpt2"), tokens(1, 9)
+    received = pickle.loads(pickle.dumps(student))
+    assert type(received) is type(student) and received.config.to_dict() == student.config.to_dict()
+    assert torch.equal(received(ids).logits, student(ids).logits)
 
 
 def test_a_checkpoint_does_not_tell_where_its_teacher_lay(tiny_llama, tmp_path):

@@ -57,4 +57,4 @@ def describe_teacher(inspection):
 def describe_student(allocation, layers):
     """What the card says of a student."""
     state = StateSize.of(allocation, layers)
-    return described("student.md", allocation=allocation, held=describe_heads(allocation), state=state)
+    return described("student.md", allocation=allocation, held=describe_heads(allocation), state=state, exact=0)

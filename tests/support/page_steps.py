@@ -52,6 +52,7 @@ def upload(page, button, content, name="plan.json", kind="application/json"):
 
 def start(page, steps, *way):
     choose_demo(page)
+    page.get_by_role("spinbutton", name=re.compile("Tokens of cache")).fill("256")
     unfold(page, "Change how")
     page.get_by_label("Try it").check()
     choose_way(page, *way or ["features"])

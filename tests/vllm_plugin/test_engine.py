@@ -179,3 +179,19 @@ def test_recurrent_layers_windows_and_capped_scores_are_the_teachers(family, tmp
         again, cached = answers(llm, prompts)
         assert again == [generated(model, ids) for ids in prompts] and cached[3] >= 64
         assert divergence(model, llm, prompts) < CLOSE
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two processes of vLLM need two cores")
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+def test_processes_that_share_the_heads_of_a_layer_answer_as_one(family, tmp_path, monkeypatch):
+    """Tensor parallelism; a row is as large in each process, although their heads hold different amounts."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    model = save(IN_C, tmp_path) if family == "llama" else hybrid_of(family, IN_C)
+    model.save_pretrained(tmp_path)
+    model.generation_config.eos_token_id = None
+    prompts = [prompt(length, seed) for seed, length in enumerate((1, 33, EXACT - 1, EXACT, EXACT + 1, 200))]
+    with engine(tmp_path, tensor_parallel_size=2) as llm:
+        expected = [generated(model, ids) for ids in prompts]
+        assert answers(llm, prompts)[0] == expected
+        again, cached = answers(llm, prompts)
+        assert again == expected and cached[-1] >= 160
