@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -190,7 +191,8 @@ def load_teacher(
 
 def load_intact(name: str, read: Callable[[], tuple[PreTrainedModel, dict[str, Any]]]) -> PreTrainedModel:
     """Read a model frozen, in evaluation mode; refuse weights that are damaged, missing, or not finite."""
-    with quiet():
+    with quiet(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The following device_map keys")  # of parameters that are in no submodule
         try:
             model, report = read()
         except (SafetensorError, OSError) as error:

@@ -39,7 +39,7 @@ class WeightSizes:
 
     whole: int
     streamed: int  # of two blocks, and of all other parts
-    merged: bool  # whether loading merges some, such as experts of mixtures, so that files hold them in another form
+    stacks: tuple[str, ...]  # the names of those of all experts of a mixture, which many files hold one by one
     blocks: Mapping[str, str]  # by the name of a part: "block", or "" for any other
     parts: Mapping[str, int]  # the bytes of each of these
 
@@ -54,15 +54,17 @@ def measure_weights(config: PreTrainedConfig, dtype: torch.dtype) -> WeightSizes
     names = {name: "block" if module in blocks else "" for name, module in parts.items()}
     bytes_of = {name: dtype.itemsize * sum(x.numel() for x in part.parameters()) for name, part in parts.items()}
     streamed = total - sum(sizes) + 2 * max(sizes, default=0)
-    merged = any(".experts." in name and x.ndim == 3 for name, x in model.named_parameters())
-    return WeightSizes(total * dtype.itemsize, streamed * dtype.itemsize, merged, names, bytes_of)
+    stacks = tuple(name for name, x in model.named_parameters() if ".experts." in name and x.ndim == 3)
+    return WeightSizes(total * dtype.itemsize, streamed * dtype.itemsize, stacks, names, bytes_of)
 
 
 def list_outermost_parts(module: nn.Module, blocks: set[nn.Module], name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """List the blocks of a model, and the largest of its other parts that contain none."""
+    """List the blocks of a model, and the largest of its other parts that contain none, if only a parameter."""
     if module in blocks or not blocks & set(module.modules()):
         yield name, module
     else:
+        for part, x in module.named_parameters(recurse=False):
+            yield f"{name}.{part}".lstrip("."), nn.ParameterList([x])
         for part, child in module.named_children():
             yield from list_outermost_parts(child, blocks, f"{name}.{part}".lstrip("."))
 
@@ -133,7 +135,7 @@ def place_weights(config: PreTrainedConfig, source: Source, dtype: torch.dtype, 
         )
     fits_ram = place.type == "cuda" and weights.whole <= FILLED * free_bytes(torch.device("cpu"))
     elsewhere = "cpu" if fits_ram else "disk"
-    if elsewhere == "disk" and weights.merged:
+    if elsewhere == "disk" and not source.weights.names.issuperset(weights.stacks):
         raise RequestError(
             f"its weights take {size(weights.whole)}, where {size(free)} of memory are available, and its experts "
             "are merged while they are loaded, so they cannot be read from its files: use a larger machine"
