@@ -7,7 +7,7 @@ import pytest
 
 from linearizer.plan.plan import Plan
 from linearizer.teacher import load as teacher_module
-from tests.benchmarks import golden, hybrid_speed, quality
+from tests.benchmarks import golden, quality, speed
 from tests.benchmarks.quality_rows import FORMER, describe_row
 
 
@@ -41,7 +41,10 @@ def test_a_record_is_named_by_no_option(words, tmp_path, monkeypatch):
     assert not [*tmp_path.iterdir()]
 
 
-def test_layers_of_a_hybrid_are_timed_beside_those_of_a_plain_model(capsys):
-    hybrid_speed.main(["lfm2", "--length", "64"])
-    row = capsys.readouterr().out.splitlines()[-1].split()
-    assert row[0] == "lfm2" and len(row) == 5 and all(float(ratio) > 0 for ratio in row[1:])
+def test_layers_of_a_hybrid_are_timed_beside_its_teachers(monkeypatch, capsys):
+    for name, small in (("KINDS", {"lfm2": ("lfm2", {})}), ("LARGER", {}), ("READ", 16), ("WRITTEN", 2)):
+        monkeypatch.setattr(speed, name, small)
+    speed.time_layers(1)
+    _, softmax, recurrent = capsys.readouterr().out.splitlines()
+    assert softmax.startswith("lfm2, softmax") and recurrent.startswith("lfm2, recurrent")
+    assert all(float(number) > 0 for row in (softmax, recurrent) for number in row.split()[2:])
