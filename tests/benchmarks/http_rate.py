@@ -117,7 +117,7 @@ def rate(served, count, arguments):
 
     def ask(place, tokens):
         prompt = f"{place} " + SENTENCE * (arguments.read * LETTERS_OF_TOKEN // len(SENTENCE))
-        body = {**named, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "seed": place}
+        body = {**named, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
         answer = httpx.post(f"{url}/completions", json=body, timeout=None).raise_for_status().json()
         return answer["usage"]["completion_tokens"]
 
