@@ -106,7 +106,7 @@ def one_core_per_head(devices: set[torch.device]) -> Iterator[ThreadPoolExecutor
     """Compute each head on a single core: two that share a head wait for each other, endlessly on a busy machine."""
     cores = torch.get_num_threads()
     for device in devices:  # PyTorch loads its solvers for a GPU at a first call, which fails in two threads at once
-        torch.linalg.cholesky_ex(torch.eye(1, device=device))
+        torch.linalg.cholesky_ex(torch.eye(1, dtype=torch.float32, device=device))
     pool = ThreadPoolExecutor(min(cores, MAX_WORKERS), initializer=torch.set_num_threads, initargs=(1,))
     try:
         yield pool

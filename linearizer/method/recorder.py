@@ -127,7 +127,7 @@ class Recorder:
                 )
         if index not in self.samples:
             inputs, drawn = (query, key, value), len(self.draw.keys)
-            queries, keys, values = (torch.zeros(x.shape[1], drawn, x.shape[3]) for x in inputs)
+            queries, keys, values = (torch.zeros(x.shape[1], drawn, x.shape[3], dtype=torch.float32) for x in inputs)
             self.samples[index], self.devices[index] = LayerSamples(queries, keys, values), query.device
         root = scaling**0.5  # half of it to each, so that the kernel is exp(x·y)
         self.add(index, query.float() * root, key.float() * root, value.float())

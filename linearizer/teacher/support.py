@@ -215,7 +215,8 @@ def build_blueprint(config: PreTrainedConfig, auto_class: Any = None) -> PreTrai
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     auto_class = auto_class or (AutoModelForImageTextToText if reads_pictures(type(config)) else AutoModelForCausalLM)
-    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    # float32, too: while a model of another type is made, this is the type of new tensors in all threads of the process
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float32}
     with torch.device("meta"), refusing_config(), quiet():
         model = auto_class.from_config(deepcopy(config), **eager).eval()
     compute_anywhere(model)

@@ -158,3 +158,11 @@ def test_teacher_with_other_shapes_than_its_config_is_an_error():
     other = AutoModelForCausalLM.from_config(tiny_config("llama", num_key_value_heads=4))
     with pytest.raises(UnsupportedModel, match="attends differently from what its config says .*kv_heads=4"):
         verify_teacher(other, inspection)
+
+
+def test_an_inspection_leaves_the_type_of_new_tensors_to_other_threads(monkeypatch):
+    """transformers sets it for the whole process while it makes a model of another type."""
+    used, change = [], torch.set_default_dtype
+    monkeypatch.setattr(torch, "set_default_dtype", lambda dtype: (used.append(dtype), change(dtype)))
+    assert inspect(tiny_config("llama", dtype="bfloat16")).supported
+    assert {*used} <= {torch.float32}
