@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from linearizer.amounts import count_in_words, duration, from_length, size
 from linearizer.errors import LinearizerError, RequestError
+from linearizer.page.limits import MIN_BUDGET
 from linearizer.plan import head_bytes
 from linearizer.plan.allocation import ROW_TITLES, Allocation, StateSize, size_row
 from linearizer.plan.head_bytes import Layer
@@ -19,6 +20,7 @@ from linearizer.plan.recipes import find_recipe
 from linearizer.report.head_needs import HeadNeeds, Measuring, needs_of
 from linearizer.report.markup import announcement, folded, message_box, table, values_list
 from linearizer.report.needs_chart import draw_needs
+from linearizer.report.quality_charts import budget_chart
 from linearizer.report.verdict import judge_run, predict_kl
 from linearizer.run.folder import Run
 from linearizer.run.names import refuse_encoder
@@ -108,7 +110,7 @@ def with_beside(state: str, beside: str) -> str:
 
 def expected_kl(run: Run | None, plan: Plan) -> str:
     """Describe the KL that a run of the same model predicts for a budget; empty if its heads hold something else."""
-    if run is None or plan.budget is None or any(getattr(plan, name) != getattr(run.plan, name) for name in HOLDING):
+    if run is None or plan.budget is None or not holds_alike(run, plan):
         return ""
     with suppress(LinearizerError):  # the run may be deleted, or its prices may not cover the budget
         predicted, _, basis = predict_kl(run, *share_out(run, plan.budget)).partition(": ")
@@ -116,6 +118,19 @@ def expected_kl(run: Run | None, plan: Plan) -> str:
         length = f"over texts of {run.plan.resolved_length(run.positions):,} tokens"
         source = f"{length}, by the prices of {run.folder.name}{f'; {limit}' * bool(limit)}"
         return f"{predicted}: {source}" * bool(predicted)
+    return ""
+
+
+def holds_alike(run: Run, plan: Plan) -> bool:
+    return all(getattr(plan, name) == getattr(run.plan, name) for name in HOLDING)
+
+
+def budget_strip(run: Run | None, plan: Plan) -> str:
+    """Draw the KL that a run of the same model predicts by the budget."""
+    if run is not None and plan.budget is not None and holds_alike(run, plan):
+        with suppress(LinearizerError):  # the run may be deleted
+            if drawn := budget_chart(run, plan.budget, MIN_BUDGET):
+                return f'<div class="lz-real">{drawn}</div>'
     return ""
 
 

@@ -61,6 +61,7 @@ def place(ui: SimpleNamespace) -> None:
             ui.forecast = gr.HTML(elem_id="forecast")
             ui.start = gr.Button("Start", variant="primary", size="lg", elem_id="start")
             ui.start_note = gr.HTML(elem_id="start-note")
+            ui.by_budget = gr.HTML(elem_id="by-budget")
         with gr.Column(scale=4, min_width=300):
             ui.budget_card = gr.HTML(message_box("Choose a model first."), elem_id="budget-card")
     with gr.Column(visible=False) as ui.encoder_sight:
@@ -131,6 +132,7 @@ def wire(ui: SimpleNamespace) -> None:
     changes = [part.change for part in changed]
     ui.budget.input(show_budget, choices, ui.budget_card, **newest_only)
     gr.on([*changes, ui.budget.release], show_plan, choices, outputs, **newest_only)
+    gr.on([*changes, ui.budget.release], draw_budget, choices, ui.by_budget, **newest_only)
     ui.methods.click(choose_method, None, [ui.way, ui.listed], **QUICK)
     ui.start.click(start_run, [ui.memory, *choices], [*watch_outputs(ui), ui.start_note], **ONCE)
     wire_job(ui, choices)
@@ -210,6 +212,15 @@ def show_plan(chosen: Examined | ExaminedEncoder | None, *choices: Any) -> tuple
     listed = gr.Radio(visible=way in WAYS and WAYS[way].recipe is None)
     radios = gr.Radio(choices=effort_choices(efforts)), gr.Radio(choices=way_choices(times)), listed
     return card, forecast_html, *radios, command, written
+
+
+def draw_budget(chosen: Examined | ExaminedEncoder | None, *choices: Any) -> str:
+    """Draw the KL by the budget, apart from what a start waits for; empty where no run has priced the model."""
+    if not isinstance(chosen, Examined) or chosen.priced is None:
+        return ""
+    with suppress(LinearizerError):  # the card says what is wrong
+        return plan_cards.budget_strip(chosen.priced, make_plan(*read_form(chosen, *choices)))
+    return ""
 
 
 @handler

@@ -23,7 +23,7 @@ from linearizer.run.results import Language, Part
 KL = "KL, nats per token"
 KINDS = {"student": "lz-student", "window": "lz-window", "teacher": "lz-teacher"}
 SAME_BYTES = ("student", "window")  # subjects of an evaluation
-MAX_PREDICTED = 60  # points of the line of budgets
+MAX_PREDICTED, MIN_POINTS = 60, 4  # points of the line of budgets
 BY_LENGTH = "KL to the teacher over texts of each length, lower is better; the bars: {}."
 BY_BYTES = "KL to the teacher over texts of {:,} tokens, lower is better, by bytes of memory; marks were measured."
 
@@ -104,6 +104,31 @@ def predicted_line(run: Run) -> list[Line]:
     notes = [f"KL {kl:.2g} predicted with {size(count)}, {count / token:.0f} tokens of cache" for count, kl in points]
     # named where it begins, as there is room above it
     return [Line("predicted", points, "lz-predicted", notes=notes, marked=False, named_first=True)]
+
+
+def budget_chart(run: Run, budget: int, least: int) -> str:
+    """Draw the KL that prices predict by the budget from `least` on, the chosen one, and the knee; empty without."""
+    token = head_bytes.cache_bytes(run.layers, 1)
+    points = [
+        (count / token, kl) for line in predicted_line(run) for count, kl in line.points if count >= least * token
+    ]
+    if len(points) < MIN_POINTS:
+        return ""
+    knee = find_knee(points)
+    x = Axis.round([*(at for at, _ in points), budget], "budget, tokens of cache")
+    y = Axis.round((kl for _, kl in points), KL)
+    marked = [(f"{budget:,}", budget, "lz-student"), (f"knee {knee:,.0f}", knee, "lz-other")]
+    lines = [Line("", points, "lz-predicted", marked=False)]
+    lines += [Line(name, [(at, y.low), (at, y.high)], kind, marked=False) for name, at, kind in marked]
+    about = f"More than some {knee:,.0f} tokens buy little. The line is what prices predict{corrected_by(run)}."
+    return figure("KL by budget", about, x, y, lines, at_ends=True)
+
+
+def find_knee(points: Sequence[tuple[float, float]]) -> float:
+    """Return where a falling line bends most: farthest below the straight line between its ends, in factors."""
+    (first, high), (last, low) = points[0], points[-1]
+    x, y = Axis(first, last, ()), Axis(low, max(high, 1.01 * low), ())
+    return min(points, key=lambda point: x.share(point[0]) + y.share(point[1]))[0]
 
 
 def factor_of(run: Run) -> float:

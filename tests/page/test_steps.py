@@ -36,6 +36,7 @@ def test_the_slider_says_at_once_what_a_budget_means(local, browser):
         shown(page, "#budget-card", "by the prices of")  # the example has priced the demo model
         shown(page, "#forecast", "it takes about")
         assert page.locator("#start").bounding_box()["y"] < 860  # on the first screen
+        shown(page, "#by-budget", "knee")  # and where more buys little
         assert not page.locator("#way").is_visible()
         unfold(page, "Change how")
         for way in WAYS:  # each card says how long it takes here

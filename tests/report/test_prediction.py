@@ -8,7 +8,7 @@ from linearizer.plan.allocation import heads_replaced
 from linearizer.plan.head_bytes import Head
 from linearizer.plan.plan import Plan
 from linearizer.publish.card import card_of
-from linearizer.report.quality_charts import corrected_by, predicted_line
+from linearizer.report.quality_charts import corrected_by, find_knee, predicted_line
 from linearizer.report.verdict import find_correction, predict_kl
 from linearizer.run.measured import Candidate, Candidates, Prices
 from tests.support.cards import made
@@ -63,3 +63,9 @@ def test_the_curve_of_budgets_is_multiplied_and_says_so(run):
     (after,) = predicted_line(run)
     assert corrected_by(run) == ", times 1.5, as whole students were measured"
     assert [kl for _, kl in after.points] == pytest.approx([1.5 * kl for _, kl in before.points], rel=1e-3)
+
+
+def test_the_knee_is_where_a_falling_line_bends_most():
+    falls = [(32, 0.1), (64, 0.01), (128, 0.001), (256, 0.0009), (512, 0.0008)]
+    assert find_knee(falls) == 128
+    assert find_knee([(64, 0.001), (128, 0.001), (256, 0.001)]) == 64  # no more than the least is worth its bytes
