@@ -64,11 +64,17 @@ def serve_compare(arguments: argparse.Namespace) -> None:
 
 
 def add_read(add: AddCommand) -> None:
-    about = "let a run's student read a text once, and write its state to a file for `linearizer ask`"
+    about = "let a run's student read a text, and write its state to a file for `linearizer ask`"
     command = add("read", serve_read, about, "run")
     command.add_argument("file", metavar="FILE", help="a text file, a PDF, or - for standard input")
     command.add_argument("--state", type=Path, required=True, help="the file of the state")
     command.add_argument("--more", action="store_true", help="continue after what the state has read")
+    command.add_argument(
+        "--stream",
+        action="store_true",
+        help="read the text once: faster, in less memory, but less of it can be asked for. Without it a text is read "
+        "twice, and the state keeps what the model needs to repeat it",
+    )
     add_picture_option(command)
     add_raw_option(command)
 
@@ -82,7 +88,7 @@ def serve_read(arguments: argparse.Namespace) -> None:
         text = decode_text("standard input", sys.stdin.buffer.read())
     else:
         text = read_whole(Path(arguments.file))
-    options = arguments.state, arguments.more, arguments.raw, arguments.picture
+    options = arguments.state, arguments.more, arguments.raw, arguments.picture, arguments.stream
     reading = show_progress(kept_state.read(run, text, *options))
     print_product(arguments, asdict(reading), describe_reading(reading, arguments.run, arguments.state))
 

@@ -25,6 +25,7 @@ from linearizer.student.modeling_linearized import LinearizedForCausalLM
 from linearizer.teacher.chat_template import next_turn_tokens
 from linearizer.teacher.logits import recurrent_bytes
 from linearizer.teacher.picture_prompts import Pictures, make_prompt
+from linearizer.teacher.read_twice import may_read_twice, read_twice, request_of
 from linearizer.teacher.token_loop import NONE, TextStream, ends_of, generate_tokens, read_tokens
 
 
@@ -39,12 +40,19 @@ class Answer:
 
 
 def read(
-    run: Run, text: str, path: Path, more: bool = False, raw: bool = False, pictures: Sequence[Any] = ()
+    run: Run,
+    text: str,
+    path: Path,
+    more: bool = False,
+    raw: bool = False,
+    pictures: Sequence[Any] = (),
+    stream: bool = False,
 ) -> Steps[ReadingSize]:
     """Let the student of a run read a text and write its state to a file; `more`: continue from the file's state.
 
     A model with a chat template reads it as what its user says, unless `raw`. A later text can be taken back. Pictures
-    come before the text.
+    come before the text. A first text without pictures is read twice (read_twice.py), where the model has room for it,
+    unless `stream`.
     """
     with held(path):
         if path.exists() and not more:
@@ -54,9 +62,12 @@ def read(
         if more:
             begin_turn(cache)
         ids, shown = tokenize(run, tokenizer, text, cache, asks=False, raw=raw, pictures=pictures)
-        yield Progress("read", 0, ids.shape[1], "tokens")
-        for count in read_tokens(student, ids, cache, shown):
-            yield Progress("read", count, ids.shape[1], "tokens")
+        twice = not (stream or more or pictures) and may_read_twice(student, ids.shape[1])
+        total = (1 + twice) * ids.shape[1]
+        yield Progress("read", 0, total, "tokens")
+        request = request_of(tokenizer)
+        for count in read_twice(student, request, ids, cache) if twice else read_tokens(student, ids, cache, shown):
+            yield Progress("read", count, total, "tokens")
         save_state(student, cache, path)
     return measure(student, run.layers, cache)
 

@@ -273,11 +273,30 @@ def merge(slots: Slots, kind: HeadKind, merging: Merging, stored: torch.dtype) -
 
     Each merges into the slot, of those that stay, with the lowest cost.
     """
-    k, v, weight, spread = slots.k, slots.v, slots.weight, slots.spread
-    if (excess := k.shape[1] - kind.slots) <= 0:
+    if (excess := slots.k.shape[1] - kind.slots) <= 0:
         return slots
+    with torch.no_grad():
+        pairs = choose_pairs(merging_costs(slots, merging), excess)
+    return merge_pairs(slots, pairs, kind, merging, stored)
+
+
+Pairs = tuple[Tensor, Tensor, Tensor]  # slots that are removed, each one's partner, the order of those that stay
+
+
+def choose_pairs(cost: Tensor, excess: int) -> Pairs:
+    """Choose `excess` slots to remove and their partners, by head, from the costs (heads, slots, slots) of pairs."""
+    later = torch.full_like(cost[0], math.inf).triu()
+    removed = (cost + later).amin(-1).sort(dim=-1, stable=True).indices[:, :excess]
+    gone = torch.zeros_like(cost[:, 0], dtype=torch.uint8).scatter(1, removed, 1)
+    partner = take(cost, removed).masked_fill(gone[:, None].bool(), math.inf).argmin(-1)
+    return removed, partner, gone.sort(dim=-1, stable=True).indices[:, : cost.shape[1] - excess]
+
+
+def merge_pairs(slots: Slots, pairs: Pairs, kind: HeadKind, merging: Merging, stored: torch.dtype) -> Slots:
+    """Merge slots into their partners."""
+    k, v, weight, spread = slots.k, slots.v, slots.weight, slots.spread
+    removed, partner, order = pairs
     seen = k @ merging.metric.mT
-    removed, partner, order = choose_pairs(k.detach(), seen.detach(), v.detach(), weight, excess, merging)
     into = weight.new_zeros(*partner.shape, k.shape[1]).scatter(2, partner[..., None], 1.0)  # (heads, removed, slots)
     total = weight + (into.mT @ take(weight, removed)[..., None])[..., 0]
 
@@ -295,32 +314,27 @@ def merge(slots: Slots, kind: HeadKind, merging: Merging, stored: torch.dtype) -
     return Slots(*(take(x, order) for x in (k, v, total, spread)))
 
 
-@torch.no_grad()
-def choose_pairs(
-    k: Tensor, seen: Tensor, v: Tensor, weight: Tensor, excess: int, merging: Merging
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose the slots that are removed, each one's partner, and the order of those that stay, by head."""
-    cost = merging_costs(k, seen, v, weight, merging)
-    later = torch.full_like(cost[0], math.inf).triu()
-    removed = (cost + later).amin(-1).sort(dim=-1, stable=True).indices[:, :excess]
-    gone = torch.zeros_like(weight, dtype=torch.uint8).scatter(1, removed, 1)
-    partner = take(cost, removed).masked_fill(gone[:, None].bool(), math.inf).argmin(-1)
-    return removed, partner, gone.sort(dim=-1, stable=True).indices[:, : k.shape[1] - excess]
-
-
-def merging_costs(k: Tensor, seen: Tensor, v: Tensor, weight: Tensor, merging: Merging) -> Tensor:
+def merging_costs(slots: Slots, merging: Merging) -> Tensor:
     """Compute the cost of merging each pair of slots: (heads, slots, slots).
 
     The error that a query sees grows with the weight of a pair, and with the distances of its keys (to queries) and
     of its values; the product of both squares is its fourth power, which needs no roots. It counts more where queries
     look: at keys with a large product with the mean query. It counts old tokens as much as new ones.
     """
-    inverse = weight.reciprocal()
-    keys = squared_distances(seen).square() / (inverse[..., None] + inverse[:, None])
-    cost = keys.square() * squared_distances(v).clamp_min(TINY)
-    importance = (k @ merging.mean_query[:, :-1, None])[..., 0] - merging.mean_query[:, -1:]
-    importance = importance.clamp(-MOST_IMPORTANT, MOST_IMPORTANT).exp()
-    return cost * torch.maximum(importance[..., None], importance[:, None])
+    importance = (slots.k @ merging.mean_query[:, :-1, None])[..., 0] - merging.mean_query[:, -1:]
+    return errors_of_pairs(slots, merging) * larger_of_pairs(importance.clamp(-MOST_IMPORTANT, MOST_IMPORTANT).exp())
+
+
+def errors_of_pairs(slots: Slots, merging: Merging) -> Tensor:
+    """Compute the fourth power of the error of merging each pair of slots, wherever queries look."""
+    inverse = slots.weight.reciprocal()
+    keys = squared_distances(slots.k @ merging.metric.mT).square() / (inverse[..., None] + inverse[:, None])
+    return keys.square() * squared_distances(slots.v).clamp_min(TINY)
+
+
+def larger_of_pairs(x: Tensor) -> Tensor:
+    """Return the larger number of each pair of slots: (heads, slots) -> (heads, slots, slots)."""
+    return torch.maximum(x[..., None], x[:, None])
 
 
 def squared_distances(x: Tensor) -> Tensor:

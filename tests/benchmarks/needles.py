@@ -4,14 +4,16 @@
   python -m tests.benchmarks.needles RUN RUN          of two runs; where a folder holds none, the default is made there
   python -m tests.benchmarks.needles --rows student --count 2 --texts file:novel.txt
 
-Use it to judge a change of what heads hold, merge or are priced by: KL over prose does not see digits, so a student can
-come closer to its teacher and lose every number. Each number is hidden alone in a text, at one of five depths, and
-asked for at the text's end; it is found where every digit is the likeliest, which is what greedy writing says. Beside
-the counts stands the loss of the digits in nats a token, which shows a change before a number is lost or found. What
-the teacher says is kept, so a second call takes the time of students and windows alone.
+The row "twice" is the student where it reads each text twice, as `linearizer read` does. Use the command to judge a
+change of what heads hold, merge or are priced by: KL over prose does not see digits, so a student can come closer to
+its teacher and lose every number. Each number is hidden alone in a text, at one of five depths, and asked for at the
+text's end; it is found where every digit is the likeliest, which is what greedy writing says. Beside the counts
+stands the loss of the digits in nats a token, which shows a change before a number is lost or found. What the teacher
+says is kept, so a second call takes the time of students and windows alone.
 """
 
 import argparse
+from collections import deque
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -31,12 +33,13 @@ from linearizer.progress import finish, quiet
 from linearizer.run.folder import Run
 from linearizer.teacher.load import load_teacher_of
 from linearizer.teacher.logits import losses_of
+from linearizer.teacher.read_twice import read_twice, request_of
 from linearizer.teacher.text import read_texts
 from linearizer.train.distill import train
 from tests.benchmarks.real_judging import hide_number, kept_of
 from tests.benchmarks.real_texts import WORK, documents_to_judge, real_model
 
-ROWS = ("teacher", "student", "window")
+ROWS = ("teacher", "student", "window", TWICE := "twice")  # the student, which reads each text twice
 
 
 def main(arguments=None):
@@ -87,18 +90,21 @@ def ask_all(setup, given):
     """Return a line for every subject: at each depth and together, numbers found of asked, and the loss of digits."""
     lines = [["", *(f"{depth:.0%}" for depth in DEPTHS), "all"]]
     texts = texts_to_hide_in(setup.tokenizer, given)
-    for row, subject in zip(ROWS, setup.subjects(given.length), strict=True):
-        if row in given.rows:
-            asked = [ask_or_recall(setup, subject, text, number, given.work) for number, text in enumerate(texts)]
-            lines.append([row, *in_words(torch.stack(asked))])
+    subjects = dict(zip(ROWS, setup.subjects(given.length), strict=False))
+    for row in given.rows:
+        subject = subjects.get(row, subjects["student"])
+        asked = [
+            ask_or_recall(setup, subject, text, number, given.work, row == TWICE) for number, text in enumerate(texts)
+        ]
+        lines.append([row, *in_words(torch.stack(asked))])
     return lines
 
 
-def ask_or_recall(setup, subject, text, number, work):
+def ask_or_recall(setup, subject, text, number, work, twice):
     """Ask a subject for the numbers of a text; a teacher only once."""
 
     def ask():
-        return ask_in_text(subject, text, setup.tokenizer, number)
+        return ask_in_text(subject, text, setup.tokenizer, number, twice)
 
     if subject.allocation is not None:
         return ask()
@@ -115,13 +121,19 @@ def texts_to_hide_in(tokenizer, given):
 
 
 @torch.inference_mode()
-def ask_in_text(subject, text, tokenizer, number):
+def ask_in_text(subject, text, tokenizer, number, twice=False):
     """Ask a subject for a number at each depth of a text: (depths, found and loss). What is alike is read once."""
     cache, read, answers = subject.fresh_cache(), 0, []
     for place, depth in enumerate(DEPTHS):
         hidden = hide_number(text, depth, tokenizer, 10 * number + place)
-        read_into_cache(subject, text[:, read : hidden.place], cache)
-        read, rest = hidden.place, hidden.ids[:, hidden.place :]
+        if twice:
+            read, cache = hidden.ids.shape[1] - hidden.key - hidden.value, subject.fresh_cache()
+            with subject.prepared() as model:
+                deque(read_twice(model, request_of(tokenizer), hidden.ids[:, :read], cache), 0)
+        else:
+            read_into_cache(subject, text[:, read : hidden.place], cache)
+            read = hidden.place
+        rest = hidden.ids[:, read:]
         logits = read_end(subject, rest, rest.shape[1] - hidden.value - 1, deepcopy(cache))[:, :-1]
         digits = rest[:, -hidden.value :].to(logits.device)
         found = (logits.argmax(-1) == digits).all()

@@ -24,6 +24,7 @@ from linearizer.teacher import streaming
 from linearizer.teacher.inspect_model import inspect_model
 from linearizer.teacher.load import load_config, load_teacher
 from linearizer.teacher.logits import bytes_held
+from linearizer.teacher.read_twice import read_twice
 from tests.support import altered, hybrids
 from tests.support.bare_environment import make_bare_environment, run_bare
 from tests.support.families import ALTERED
@@ -95,6 +96,24 @@ def test_a_row_with_padding_at_the_left_is_the_row_alone(family):
     first = student(padded[:, :20], attention_mask=real[:, :20], **{CACHE: cache}).logits
     second = student(padded[:, 20:], attention_mask=real, **{CACHE: cache}).logits
     assert distance(torch.cat([first, second], 1)[:1, space:], alone) < ROUNDED
+
+
+@torch.inference_mode()
+@every_family
+def test_a_state_of_a_text_that_was_read_twice_is_read_on_from(family):
+    """With room for all tokens as its teacher would; with less it has the bytes of any other state."""
+    teacher, ids = teacher_of(family), tokens(1, LENGTH)
+    for heads in ([Head(window=4, slots=LENGTH)], FEW):
+        student = student_of(family, heads)
+        cache, streamed = student.empty_cache(), student.empty_cache()
+        assert [*read_twice(student, [1, 2], ids[:, :30], cache)][-1] == 60
+        student(ids[:, :30], use_cache=True, **{CACHE: streamed})
+        assert bytes_held(cache) == bytes_held(streamed)
+        logits = student(ids[:, 30:], use_cache=True, **{CACHE: cache}).logits
+        if heads is FEW:
+            assert logits.isfinite().all()
+        else:
+            assert distance(logits, teacher(ids).logits[:, 30:]) < ROUNDED
 
 
 @torch.no_grad()
