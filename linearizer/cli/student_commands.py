@@ -72,8 +72,8 @@ def add_read(add: AddCommand) -> None:
     command.add_argument(
         "--stream",
         action="store_true",
-        help="read the text once: faster, in less memory, but less of it can be asked for. Without it a text is read "
-        "twice, and the state keeps what the model needs to repeat it",
+        help="read once, as from a stream: faster, in less memory, but the answers know less of the text. Without it a "
+        "text that is not too long is read twice, and the state keeps what the model needs to repeat it",
     )
     add_picture_option(command)
     add_raw_option(command)

@@ -241,9 +241,10 @@ def describe_comparison(comparison: Comparison) -> str:
 def describe_reading(reading: ReadingSize, run: str, path: Path) -> str:
     """Describe how much was read, and the bytes of the state."""
     beside = f"; {size(reading.recurrent_bytes)} of recurrent layers beside either" if reading.recurrent_bytes else ""
+    twice = "twice " if reading.readings > 1 else ""
     return (
-        f"{reading.tokens:,} tokens read into {path}: {size(reading.state_bytes)} of state; the teacher's cache would "
-        f"be {size(reading.cache_bytes)}{beside}\nlinearizer ask {run} --state {path} --prompt …"
+        f"{reading.tokens:,} tokens read {twice}into {path}: {size(reading.state_bytes)} of state; the teacher's cache "
+        f"would be {size(reading.cache_bytes)}{beside}\nlinearizer ask {run} --state {path} --prompt …"
     )
 
 

@@ -137,6 +137,7 @@ class ReadingSize:
     state_bytes: int
     cache_bytes: int  # of a teacher that has read the same tokens
     recurrent_bytes: int = 0  # beside both, in recurrent layers
+    readings: int = 1  # of the text: 2 if it was read twice
 
 
 @dataclass(frozen=True)

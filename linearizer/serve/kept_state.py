@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def read(
         for count in read_twice(student, request, ids, cache) if twice else read_tokens(student, ids, cache, shown):
             yield Progress("read", count, total, "tokens")
         save_state(student, cache, path)
-    return measure(student, run.layers, cache)
+    return replace(measure(student, run.layers, cache), readings=1 + twice)
 
 
 def ask(

@@ -49,15 +49,18 @@ Tensor = torch.Tensor
 REQUEST = "\n\nRepeat the text above exactly:\n\n"
 LEAD = 16  # tokens before a piece of the text, which tell the model where it goes on
 SHORTEST_PIECE = 128
+LONGEST_ON_CPU = 8192  # tokens of a text: the time grows with their square
 MAX_SCORES = 2**22  # of a layer's heads at once: more take longer, since they fit into no cache
-MERGED = 1024  # tokens that join slots at once: more take longer
+MERGED = 512  # tokens that join slots at once: more take longer, and gain nothing
 REMOVED = 0.3  # of slots in one round
 POWER = 2  # of need in the cost of a merge, which is the fourth power of an error
 LEAST = 1e-12  # need that counts as none
 
 
 def may_read_twice(student: LinearizedForCausalLM, tokens: int) -> bool:
-    """Whether slots of a text merge, and the model has positions for its repetition."""
+    """Whether slots of a text merge, the model has positions for its repetition, and it does not take too long."""
+    if student.device.type == "cpu" and tokens > LONGEST_ON_CPU:
+        return False
     layers = [layer for layer in student.students() if any(group.merger is not None for group in layer.head_groups())]
     merges = any(tokens > layer.exact_tokens for layer in layers)
     return merges and piece_tokens(student, tokens) >= min(tokens, SHORTEST_PIECE)

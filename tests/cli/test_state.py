@@ -27,7 +27,7 @@ def text(tmp_path):
 
 def test_what_was_read_is_answered_from(quick_run, text, tmp_path, said):
     state = tmp_path / "state"
-    code, out, _ = said("read", quick_run, text, "--state", state, "--stream", "--json")
+    code, out, _ = said("read", quick_run, text, "--state", state, "--json")
     reading = json.loads(out)
     assert code == 0 and reading["cache_bytes"] == reading["tokens"] * 2 * 4096  # fp32: twice as much as bf16
     assert reading["state_bytes"] < reading["cache_bytes"]
@@ -39,21 +39,6 @@ def test_what_was_read_is_answered_from(quick_run, text, tmp_path, said):
     answer = json.loads(out)
     assert answer["tokens"] == 12 and answer["text"] == json.loads(whole)["text"]
     assert said("ask", quick_run, "--state", state, "--prompt", prompt, "--tokens", 12)[1] == answer["text"] + "\n"
-
-
-def test_a_text_is_read_twice_unless_it_is_a_stream(quick_run, text, tmp_path, said):
-    run, content = Run.open(quick_run), read_whole(text)
-    readings, totals = [], []
-    for name, stream in (("twice", False), ("once", True)):
-        steps = []
-        readings.append(finish(read(run, content, tmp_path / name, stream=stream), steps.append))
-        totals.append((steps[-1].done, steps[-1].total))
-    twice, once = readings
-    assert twice == once and totals == [(2 * twice.tokens,) * 2, (once.tokens,) * 2]
-    states = [load((tmp_path / name).read_bytes()) for name in ("twice", "once")]
-    assert states[0].keys() == states[1].keys()
-    assert any(not torch.equal(x, states[1][name]) for name, x in states[0].items() if "slot" in name)
-    assert said("ask", quick_run, "--state", tmp_path / "twice", "--prompt", " It", "--tokens", 3)[0] == 0
 
 
 def test_a_state_reads_on(quick_run, text, tmp_path, said, monkeypatch):
