@@ -322,7 +322,8 @@ def merging_costs(slots: Slots, merging: Merging) -> Tensor:
     look: at keys with a large product with the mean query. It counts old tokens as much as new ones.
     """
     importance = (slots.k @ merging.mean_query[:, :-1, None])[..., 0] - merging.mean_query[:, -1:]
-    return errors_of_pairs(slots, merging) * larger_of_pairs(importance.clamp(-MOST_IMPORTANT, MOST_IMPORTANT).exp())
+    importance = importance.clamp(-MOST_IMPORTANT, MOST_IMPORTANT).exp()
+    return errors_of_pairs(slots, merging) * torch.maximum(importance[..., None], importance[:, None])
 
 
 def errors_of_pairs(slots: Slots, merging: Merging) -> Tensor:
@@ -330,11 +331,6 @@ def errors_of_pairs(slots: Slots, merging: Merging) -> Tensor:
     inverse = slots.weight.reciprocal()
     keys = squared_distances(slots.k @ merging.metric.mT).square() / (inverse[..., None] + inverse[:, None])
     return keys.square() * squared_distances(slots.v).clamp_min(TINY)
-
-
-def larger_of_pairs(x: Tensor) -> Tensor:
-    """Return the larger number of each pair of slots: (heads, slots) -> (heads, slots, slots)."""
-    return torch.maximum(x[..., None], x[:, None])
 
 
 def squared_distances(x: Tensor) -> Tensor:

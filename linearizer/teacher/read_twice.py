@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -32,7 +33,6 @@ from linearizer.student.attention_of_student import (
     choose_pairs,
     close_state,
     errors_of_pairs,
-    larger_of_pairs,
     merge_pairs,
     open_state,
     take,
@@ -85,13 +85,15 @@ def read_twice(
     tokens, size = ids.shape[1], piece_tokens(student, ids.shape[1])
     with attending_as_teacher(student):
         whole = fresh_cache(student)
-        yield from read_tokens(student, ids, whole)
+    for begin in range(0, tokens, PIECE_TOKENS):
+        with attending_as_teacher(student):  # not while others read on between pieces
+            deque(read_tokens(student, ids[:, begin : begin + PIECE_TOKENS], whole), 0)
+        yield min(begin + PIECE_TOKENS, tokens)
     needs = Needs(tokens)
     for begin in range(0, tokens, size):
         again = torch.cat([torch.tensor([[*request]]), ids[:, max(0, begin - LEAD) : begin + size]], 1)
         with observing(student, needs.observe):
-            for _ in read_tokens(student, again, fork(whole)):
-                pass
+            deque(read_tokens(student, again, fork(whole)), 0)
         yield tokens + min(begin + size, tokens)
     choose_states(student, whole, needs, cache)
 
@@ -194,8 +196,9 @@ def merge_by_needs(
     """Merge slots in rounds until they fit: a pair costs more, the more a token of one of them is needed."""
     while (count := slots.k.shape[1]) > kind.slots:
         fewer = max(kind.slots, int(count * (1 - REMOVED)))
-        need = larger_of_pairs((needs / slots.weight).clamp_min(LEAST) ** POWER)
-        removed, partner, order = pairs = choose_pairs(errors_of_pairs(slots, merging) * need, count - fewer)
+        need = (needs / slots.weight).clamp_min(LEAST) ** POWER
+        cost = errors_of_pairs(slots, merging) * torch.maximum(need[..., None], need[:, None])
+        removed, partner, order = pairs = choose_pairs(cost, count - fewer)
         slots = merge_pairs(slots, pairs, replace(kind, slots=fewer), merging, stored)
         needs = take(needs.scatter_add(1, partner, take(needs, removed)), order)
     return slots, needs
