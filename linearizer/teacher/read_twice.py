@@ -48,9 +48,9 @@ from linearizer.teacher.token_loop import PIECE_TOKENS, read_tokens
 Tensor = torch.Tensor
 REQUEST = "\n\nRepeat the text above exactly:\n\n"
 LEAD = 16  # tokens before a piece of the text, which tell the model where it goes on
-SHORTEST_PIECE = 128
+SHORTEST_PIECE = 64
 LONGEST_ON_CPU = 8192  # tokens of a text: the time grows with their square
-MAX_SCORES = 2**22  # of a layer's heads at once: more take longer, since they fit into no cache
+MAX_SCORES = {"cpu": 2**22, "cuda": 2**27}  # of a layer's heads at once; a CPU's cache has no room for more
 MERGED = 512  # tokens that join slots at once: more take longer, and gain nothing
 REMOVED = 0.3  # of slots in one round
 POWER = 2  # of need in the cost of a merge, which is the fourth power of an error
@@ -138,8 +138,8 @@ class Needs:
         cap, sink = scores_of(module, given) or (None, None)
         scores = Scores(cap, None if sink is None else sink.view(kv_heads, -1))
         queries = query[0].unflatten(0, (kv_heads, -1)).float() * scaling
-        place = torch.arange(columns, device=key.device)
-        for part in place[columns - rows :].split(max(1, MAX_SCORES // (query.shape[1] * columns))):
+        place, most = torch.arange(columns, device=key.device), MAX_SCORES.get(key.device.type, MAX_SCORES["cpu"])
+        for part in place[columns - rows :].split(max(1, most // (query.shape[1] * columns))):
             bias = torch.zeros(len(part), columns, device=key.device).masked_fill(place > part[:, None], -torch.inf)
             logits = queries[:, :, part - columns + rows] @ key[0][:, None].mT.float()
             layer.needs += scores.weights(logits, bias, slice(None))[..., : self.tokens].square().sum((1, 2))
