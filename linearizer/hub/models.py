@@ -181,6 +181,13 @@ def cache_folder() -> Path:
     return Path(constants.HF_HUB_CACHE)
 
 
+def home_folder() -> Path:
+    """Return the Hub's folder of this machine, which is made if there is none."""
+    home = Path(constants.HF_HOME)
+    home.mkdir(parents=True, exist_ok=True)
+    return home
+
+
 @contextmanager
 def explain_model_errors(name: str, token: str | None = None) -> Iterator[None]:
     """Turn errors of the Hub into one sentence."""

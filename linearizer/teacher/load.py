@@ -38,6 +38,7 @@ from linearizer.student.modeling_linearized import class_of
 from linearizer.teacher.config_bounds import MAX_BYTES, check_counts
 from linearizer.teacher.devices import choose_device, compute_anywhere
 from linearizer.teacher.inspect_model import inspect_model, verify_teacher
+from linearizer.teacher.merged_experts import load_with_experts
 from linearizer.teacher.observing import implementation_of_teacher
 from linearizer.teacher.quantised import (
     READ_HERE,
@@ -175,7 +176,7 @@ def load_teacher(
     packed, read_here, quantised = is_packed(config), method_of(config) in READ_HERE, method_of(config) is not None
     folder = fetch_weights(source, token)
     read = partial(read_model, source, folder, config, dtype, {"": device} if packed else places)
-    model = load_intact(source.name, read)
+    model = load_with_experts(places, lambda experts: load_intact(source.name, partial(read, experts)))
     if packed:
         keep_as_stored(model)
         return model
@@ -236,12 +237,18 @@ def check_generation(name: str, settings: dict[str, Any]) -> None:
 
 
 def read_model(
-    source: Source, folder: Path, config: PreTrainedConfig, dtype: str | torch.dtype, places: Any
+    source: Source,
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: str | torch.dtype,
+    places: Any,
+    experts: Path | None = None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Let transformers make a model from its files, or from weights expanded here; report missing and wrong weights."""
     kind = class_of(type(config))
     attention = implementation_of_teacher(kind, config)
     options: dict[str, Any] = {**SAFELY, "dtype": dtype, "device_map": places, "attn_implementation": attention}
+    options |= {} if experts is None else {"offload_folder": experts}
     tower = None
     if whole_of(config):
         tower = names_in_files(blueprint := build_blueprint(config), source.weights.names)

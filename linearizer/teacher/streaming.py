@@ -16,7 +16,9 @@ from torch import nn
 
 from linearizer.amounts import size
 from linearizer.errors import RequestError
+from linearizer.hub.models import home_folder
 from linearizer.plan.inspection import Inspection
+from linearizer.run.files import check_free_disk
 from linearizer.teacher.devices import choose_device, choose_dtype, device_kind
 from linearizer.teacher.layers import blocks_of
 from linearizer.teacher.quantised import is_packed, method_of
@@ -39,7 +41,7 @@ class WeightSizes:
 
     whole: int
     streamed: int  # of two blocks, and of all other parts
-    stacks: tuple[str, ...]  # the names of those of all experts of a mixture, which many files hold one by one
+    stacks: Mapping[str, int]  # the bytes of those of all experts of a mixture, which many files hold one by one
     blocks: Mapping[str, str]  # by the name of a part: "block", or "" for any other
     parts: Mapping[str, int]  # the bytes of each of these
 
@@ -54,7 +56,9 @@ def measure_weights(config: PreTrainedConfig, dtype: torch.dtype) -> WeightSizes
     names = {name: "block" if module in blocks else "" for name, module in parts.items()}
     bytes_of = {name: dtype.itemsize * sum(x.numel() for x in part.parameters()) for name, part in parts.items()}
     streamed = total - sum(sizes) + 2 * max(sizes, default=0)
-    stacks = tuple(name for name, x in model.named_parameters() if ".experts." in name and x.ndim == 3)
+    stacks = {
+        name: dtype.itemsize * x.numel() for name, x in model.named_parameters() if ".experts." in name and x.ndim == 3
+    }
     return WeightSizes(total * dtype.itemsize, streamed * dtype.itemsize, stacks, names, bytes_of)
 
 
@@ -135,11 +139,9 @@ def place_weights(config: PreTrainedConfig, source: Source, dtype: torch.dtype, 
         )
     fits_ram = place.type == "cuda" and weights.whole <= FILLED * free_bytes(torch.device("cpu"))
     elsewhere = "cpu" if fits_ram else "disk"
-    if elsewhere == "disk" and not source.weights.names.issuperset(weights.stacks):
-        raise RequestError(
-            f"its weights take {size(weights.whole)}, where {size(free)} of memory are available, and its experts "
-            "are merged while they are loaded, so they cannot be read from its files: use a larger machine"
-        )
+    if elsewhere == "disk":
+        merged = sum(count for name, count in weights.stacks.items() if name not in source.weights.names)
+        check_free_disk(home_folder(), merged)
     return {name: elsewhere if kind else str(place) for name, kind in weights.blocks.items()}
 
 

@@ -1,6 +1,9 @@
 """A teacher whose weights do not fit into memory is read block by block, and gives the same bits."""
 
+import gc
+import shutil
 from collections import Counter
+from types import SimpleNamespace
 
 import accelerate.hooks
 import pytest
@@ -10,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from linearizer import ask, pipeline, read
 from linearizer.amounts import size
-from linearizer.errors import ModelNotAvailable, RequestError
+from linearizer.errors import FolderError, ModelNotAvailable, RequestError
 from linearizer.hub.models import find_model
 from linearizer.method import checkpoint, head_prices
 from linearizer.method.blockwise_pass import chain_of
@@ -27,7 +30,7 @@ from linearizer.run.results import Request
 from linearizer.serve.engine import Engine
 from linearizer.serve.row import Row
 from linearizer.student.attention_interface import attention_modules, device_of
-from linearizer.teacher import streaming
+from linearizer.teacher import merged_experts, streaming
 from linearizer.teacher.layers import blocks_of
 from linearizer.teacher.load import load_config, load_teacher
 from linearizer.teacher.streaming import is_streamed, place_weights, streamed_weights
@@ -101,11 +104,25 @@ def test_inspect_and_forecast_say_that_a_model_is_read_block_by_block(little, sa
     assert forecast_run(plan, inspection, machine, 0).seconds > fits + 4 * inspection.parameters / 1e9
 
 
-def test_a_mixture_whose_experts_no_file_holds_as_they_are_used_is_refused(little, tmp_path):
-    teacher_of("mixtral").save_pretrained(tmp_path)
+@torch.no_grad()
+def test_experts_that_files_hold_one_by_one_are_merged_on_disk_and_removed_with_the_model(
+    little, tmp_path, monkeypatch
+):
+    teacher_of("mixtral").save_pretrained(tmp_path / "model")
+    resident, home = load_teacher(find_model(str(tmp_path / "model"))), tmp_path / "home"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(home))
+    (left := home / f"{merged_experts.NAME}{2**22 + 1}-a").mkdir(parents=True)  # of a process that was killed
     little(900_000)
-    with pytest.raises(RequestError, match="its experts are merged while they are loaded"):
-        places_of(tmp_path)
+    streamed = load_teacher(find_model(str(tmp_path / "model")), places=places_of(tmp_path / "model"))
+    assert torch.equal(streamed(tokens(2, 20)).logits, resident(tokens(2, 20)).logits)
+    (folder,) = home.iterdir()
+    assert folder != left and any(folder.iterdir())
+    del streamed
+    gc.collect()
+    assert not [*home.iterdir()]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10_000))
+    with pytest.raises(FolderError, match="is on a disk with 10 kB free"):
+        places_of(tmp_path / "model")
 
 
 def test_a_student_that_memory_cannot_hold_is_not_loaded(quick_run, monkeypatch):
