@@ -49,7 +49,7 @@ def test_the_slider_says_at_once_what_a_budget_means(local, browser):
             wait_until_true(page, "([at]) => document.querySelector(at)?.checked", [chosen])
         page.locator("#methods [data-recipe=best] circle").first.click()
         wait_until_true(page, "([at]) => document.querySelector(at)?.checked", ["#way input[value=measured]"])
-        assert not page.locator("#recipe").is_visible()
+        page.wait_for_selector("#recipe", state="hidden")
 
 
 def test_a_budget_is_lowered_to_what_the_next_model_reads(local, browser, tmp_path):
