@@ -25,7 +25,7 @@ import linearizer
 from linearizer.errors import ModelNotAvailable, RequestError, TextError
 from linearizer.method import checkpoint
 from linearizer.method.initialise import initialise
-from linearizer.method.measure_run import measure_teacher
+from linearizer.method.measure_run import sample_teacher
 from linearizer.method.recorder import SAMPLES, Samples, samples_of
 from linearizer.method.substitute import exchange_students
 from linearizer.method.texts import TextsOfRun, texts_to_learn
@@ -291,10 +291,8 @@ def make_again(run: Run, token: str | None = None) -> Setup:
     with quiet(), TemporaryDirectory() as folder:
         teacher = load_teacher_of(plan, token, run.inspection)
         copy = Run(Path(shutil.copytree(run.folder, Path(folder) / "run")))
-        (copy.folder / "profile.json").unlink()  # it is measured again, for the samples
         (copy.folder / "state").mkdir()
-        finish(measure_teacher(copy, teacher, TextsOfRun.of(copy, teacher, token)))
-        samples = samples_of(copy)
+        samples = finish(sample_teacher(plan, teacher, TextsOfRun.of(copy, teacher, token)))
         how = plan.feature_map, plan.seed, None, allocation.exact_until(run.layers)
         student = checkpoint.put_student_into(teacher.model, run.layers, allocation, *how)
         initialise(student, samples)

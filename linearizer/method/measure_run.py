@@ -52,6 +52,21 @@ def measure_profile(
     keep_text: bool = False,
 ) -> Steps[Measurement]:
     """Measure the attention of a model on texts; the samples may also keep the whole first text."""
+    recorder = yield from record_samples(model, texts, layers, settings, batch_tokens, keep_text)
+    profiles = yield from profile_layers(recorder, settings)
+    rows = tuple(profiles.get(index, LayerProfile(())) for index in range(len(layers)))
+    return Measurement(Profile(settings, sum(map(torch.numel, texts)), rows), collect_samples(recorder, layers))
+
+
+def record_samples(
+    model: nn.Module,
+    texts: Sequence[torch.Tensor],
+    layers: tuple[Layer, ...],
+    settings: ProfileSettings,
+    batch_tokens: int = 2048,
+    keep_text: bool = False,
+) -> Steps[Recorder]:
+    """Record queries and keys of every layer while a model reads texts."""
     draw = draw_sample(texts, settings.samples, settings.sinks, settings.seed)
     recorder = Recorder(layers, draw, keep_text)
     batches = [batch for each in texts for batch in each.split(max(1, batch_tokens // each.shape[1]))]
@@ -64,10 +79,11 @@ def measure_profile(
                 run_blocks(model, ids)
             yield Progress(EventName.PROFILE, done, len(batches), "batches")
     recorder.finish()
-    profiles = yield from profile_layers(recorder, settings)
-    rows = tuple(profiles.get(index, LayerProfile(())) for index in range(len(layers)))
-    samples = Samples(tuple(recorder.samples.get(index) for index in range(len(layers))))
-    return Measurement(Profile(settings, begins[-1], rows), samples)
+    return recorder
+
+
+def collect_samples(recorder: Recorder, layers: Sequence[Layer], seed: int = 0) -> Samples:
+    return Samples(tuple(recorder.samples.get(index) for index in range(len(layers))), seed)
 
 
 def record_by_blocks(
@@ -179,6 +195,13 @@ def profile_settings(plan: Plan) -> ProfileSettings:
     """Return the settings of a plan."""
     settings = ProfileSettings(plan.text, plan.samples, sinks=plan.resolved_sinks, seed=plan.seed)
     return replace(settings, per="query", gauge="raw") if plan.recipe == "paper" else settings
+
+
+def sample_teacher(plan: Plan, teacher: Teacher, texts: TextsOfRun) -> Steps[Samples]:
+    """Take the samples that a run with this plan has kept, without its profile, which takes longer."""
+    settings, layers = profile_settings(plan), teacher.inspection.layers
+    recorder = yield from record_samples(teacher.model, texts.profiled, layers, settings, keep_text=bool(plan.memory))
+    return collect_samples(recorder, layers, plan.seed)
 
 
 def measure_teacher(run: Run, teacher: Teacher, texts: TextsOfRun) -> Steps[Profile]:

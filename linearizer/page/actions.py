@@ -25,7 +25,7 @@ from linearizer.page import limits, plan_cards, sending, zerogpu
 from linearizer.page.chat import answers, cards, chats
 from linearizer.page.chat.chats import Settings
 from linearizer.page.planning import ExaminedEncoder, examine_model, make_encoder_plan, make_plan
-from linearizer.page.visitors import Visitor, check_name, on_space
+from linearizer.page.visitors import Visitor, check_name, is_example, on_space
 from linearizer.plan.encoder_plan import EncoderInspection
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import ADJUSTABLE, Plan
@@ -142,9 +142,11 @@ def branch_run(visitor: Visitor, run: str, budget: int) -> str:
     """Start a run with another budget from what a run has measured, and return its name. budget: {budget}."""
     measured = visitor.find_run(run)
     plan_cards.require_profile(measured)
-    plan = replace(measured.plan, budget=budget, features=None)
+    plan, files = replace(measured.plan, budget=budget, features=None), filter(measured.has_file, MEASURED_FILES)
+    if is_example(measured):  # it has lost the samples of its profile, which is measured again with them
+        files = filter("profile.json".__ne__, files)
     with new_run(visitor, plan, ()) as branch, writing(branch.folder):
-        for file in filter(measured.has_file, MEASURED_FILES):
+        for file in files:
             shutil.copyfile(measured.folder / file, branch.folder / file)
     return branch.folder.name
 

@@ -59,9 +59,13 @@ EVALUATION_ENDS = {
     "stopped": "Stopped; the finished parts are kept. Press Evaluate to continue.",
     "lost": "Its process is gone; the finished parts are kept. Press Evaluate to continue.",
 }
-EXAMPLE = message_box("A finished example that comes with Linearizer: chat with its student under Compare.")
+EXAMPLE = message_box(
+    "A finished example that comes with Linearizer. Its weights were those of a GGUF file with 4 bits a number. Under "
+    "Compare you can chat with its student."
+)
 WEIGHTLESS = message_box(
-    "This example comes without weights: to use, evaluate or publish such a student, take the demo and start a run."
+    "This example comes without weights: to use, evaluate or publish such a student, start a run of its model, or of "
+    "the demo, which takes seconds."
 )
 
 
@@ -83,10 +87,10 @@ def run_card(status: Status, name: str, now: float, worked: float = 0.0) -> str:
     if status.error and status.state in ("failed", "stopped", "done"):
         lines.append(message_box(status.error, "bad" if status.state == "failed" else "note"))
     facts = [plan.model, plan.budget_in_words, name]
-    if not is_example(status.run):  # which was recorded elsewhere
+    if not is_example(status.run):  # which was made on another machine, beside other work
         facts.append(f"begun {ago(status.begun, now)}")
-    if worked and status.state == "done":
-        facts.append(f"took {duration(worked)}")
+        if worked and status.state == "done":
+            facts.append(f"took {duration(worked)}")
     if status.saved is not None and status.state != "done":
         facts.append(f"saved {ago(status.saved, now)}")
     facts.append(f"{size(status.disk_bytes)} of disk")

@@ -141,7 +141,8 @@ def place(ui: SimpleNamespace) -> None:
         }
     ui.takes = gr.HTML(takes_html(dict.fromkeys(MODELS.values(), "…")), elem_id="takes")
     ui.model_card = gr.HTML(elem_id="model-card")
-    link = f'<a href="?run={EXAMPLE_NAME}" id="example">Look at a finished example, and chat with its student</a>'
+    title = "Look at a finished run of SmolLM2-135M-Instruct, and chat with its student"
+    link = f'<a href="?run={EXAMPLE_NAME}" id="example">{title}</a>'
     ui.last_runs = gr.HTML(elem_id="last-runs")
     gr.HTML(f'<p class="lz-links">{link}</p>{real_model_html()}', elem_id="gain")
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from linearizer.encoders.kinds import Kind
+    from linearizer.hub.models import Source
     from linearizer.plan.encoder_plan import EncoderInspection
     from linearizer.plan.inspection import Inspection
     from linearizer.workers.forecast import Machine, RunForecast, Speeds
@@ -161,23 +162,34 @@ class Known:
         """Describe the model as examine_model would."""
         from transformers import AutoConfig
 
-        from linearizer.hub.models import Source, download_bytes
-        from linearizer.hub.weight_files import SINGLE, Weights
+        from linearizer.hub.models import download_bytes
         from linearizer.teacher.inspect_model import inspect_model
 
-        source = Source(name, None, name, None, False, Weights((SINGLE,), self.parameters, self.bytes))
+        source = known_source(name, self.parameters, self.bytes)
         config = AutoConfig.for_model(self.kind, **self.numbers, tie_word_embeddings=True)
         return Examined(inspect_model(source, config), config, download_bytes(source))
 
 
+def known_source(name: str, parameters: int, size: int) -> Source:
+    """Describe a model of the Hub, whose weights are one file, without a network."""
+    from linearizer.hub.models import Source
+    from linearizer.hub.weight_files import SINGLE, Weights
+
+    return Source(name, None, name, None, False, Weights((SINGLE,), parameters, size))
+
+
 def find_priced(visitor: Visitor, inspection: Inspection) -> Run | None:
-    """Find the run of a model with a measured student whose prices read most, the newest of these, or the example."""
+    """Find the run of a model with a measured student whose prices read most, the newest of these, or the example.
+
+    The example says no revision of its model: any will do.
+    """
     files, best, most = list[Path](), None, 0
     with suppress(LinearizerError, OSError):  # the visitor may be unknown
         files = sorted(visitor.home.glob(f"*/{CANDIDATES}"), key=lambda file: -file.stat().st_mtime)
     for run in map(Run, (*(file.parent for file in files), example_folder())):
         with suppress(LinearizerError, OSError):  # it may be damaged or deleted
-            if (run.inspection.name, run.inspection.revision) == (inspection.name, inspection.revision):
+            same = run.inspection.revision in (None, inspection.revision)
+            if same and run.inspection.name == inspection.name:
                 read = run.plan.texts_priced * run.plan.resolved_length(run.positions)
                 best, most = (run, read) if read > most else (best, most)
     return best

@@ -112,7 +112,7 @@ class RunState:
             "card": cards.run_card(status, run.folder.name, now, self.worked.seconds),
             "training": cards.training_card(status, self.training),
             "evaluating": "" if evaluation is None else evaluation.state,
-            "evaluating card": cards.WEIGHTLESS if is_example(run) else cards.evaluation_card(evaluation, now),
+            "evaluating card": cards.evaluation_card(evaluation, now),
         }
         for name, value in values.items():
             self.put(name, value, lambda value=value: value)
@@ -191,6 +191,8 @@ def possible_actions(status: Status) -> dict[str, bool]:
         "student": status.run.checkpoint.is_dir(),
         "compare": answers.has_student(status.run) and not status.run.is_encoder_run,
         "pictures": answers.reads_pictures(status.run),
+        "recorded": is_example(status.run),
+        "prompts": not is_example(status.run),
     }
 
 

@@ -49,6 +49,7 @@ PLOTS = ("curves", "losses")
 TEXTS = ("verdict", "usage")
 LOCKED = {"compare": gr.Button, "file": gr.UploadButton, "branch": gr.Button}  # until a step of the run is reached
 OFFERS = {"download": "student", "to_chat": "compare", "to_publish": "student", "picture": "pictures"}  # with needs
+OFFERS |= {"recorded_place": "recorded", "prompts_place": "prompts"}
 CAUSAL_TABS = ("step_3", "step_6")  # not for encoders
 TABS = ("step_2", "step_3", "step_4", "step_5", "step_6")
 POLLED_PIECES = ("card", "training", "evaluating card")  # that poll_run sends itself

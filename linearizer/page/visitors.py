@@ -1,7 +1,7 @@
 """The runs of a visitor: on your own machine all runs; on a Space the runs in a folder that nobody else can guess.
 
 A name that a browser sends is the name of one folder, and never leads out of the visitor's own. All visitors also see a
-finished example that comes with the package: a run of the demo model without its weights.
+finished example that comes with the package: a run of a model of the Hub without its weights.
 """
 
 from __future__ import annotations

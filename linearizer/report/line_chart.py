@@ -97,7 +97,7 @@ class Frame:
             drawn.append(f'<path class="lz-grid" d="M{LEFT} {height:.1f}H{self.right:g}"/>')
             drawn.append(f'<text x="{LEFT - 6}" y="{height + 4:.1f}" text-anchor="end">{escape(name)}</text>')
         for value, name in self.x.ticks:
-            at = self.place((value, self.y.low))[0]
+            at = min(self.place((value, self.y.low))[0], WIDTH - LETTER * len(name) / 2)  # else its end is cut off
             drawn.append(f'<text x="{at:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{escape(name)}</text>')
         if self.x.title:
             middle = (LEFT + self.right) / 2

@@ -2,6 +2,7 @@
 
 import pytest
 
+from linearizer.page.visitors import EXAMPLE_NAME
 from linearizer.plan.plan import Plan
 from linearizer.run.folder import Run
 from tests.support.page_server import FITS, LONG, SCHEMES, looking, show_in, wait_until_true, wrong_in_both_schemes
@@ -32,6 +33,11 @@ def test_every_step_passes_axe_in_both_schemes_wide_and_narrow(local, browser, d
         for step in (4, 3):
             page.click(f"#step-{step}-button")
             page.wait_for_selector(f"#step-{step} .js-plotly-plot")
+            assert wrong_in_both_schemes(page) == [] and page.evaluate(FITS)
+        page.goto(f"{local.url}?run={EXAMPLE_NAME}")
+        for step, there in ((6, "#recorded button"), (5, "#verdict svg"), (3, "#needs .js-plotly-plot")):
+            page.click(f"#step-{step}-button")
+            page.wait_for_selector(there)
             assert wrong_in_both_schemes(page) == [] and page.evaluate(FITS)
         page.goto(f"{local.url}runs")
         page.wait_for_selector("#runs article")

@@ -80,3 +80,10 @@ def test_every_point_is_in_the_picture_and_words_are_escaped(values):
         assert "<b>" not in drawn and "<i>" not in drawn and len(paths) == len(lines)
         for numbers in ([float(number) for number in re.findall(NUMBER, path)] for path in paths):
             assert all(0 <= x <= WIDTH for x in numbers[::2]) and all(0 <= y <= HEIGHT for y in numbers[1::2])
+
+
+def test_the_names_of_ticks_stay_in_the_picture():
+    x, y = Axis(1, 100, ((1, "1 MB"), (100, "a hundred megabytes"))), Axis(0, 1, (), log=False)
+    drawn = draw_lines("", x, y, [Line("", [(1, 0.5), (100, 0.5)], "")], at_ends=True)
+    at = float(re.search(rf'x="({NUMBER})"[^>]*>a hundred megabytes<', drawn)[1])
+    assert WIDTH - LETTER * len("a hundred megabytes") / 2 >= at > LEFT

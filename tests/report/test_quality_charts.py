@@ -8,7 +8,9 @@ from html import unescape
 
 import pytest
 
+from linearizer.amounts import size
 from linearizer.page.visitors import example_folder
+from linearizer.plan.head_bytes import cache_bytes
 from linearizer.report.line_chart import TOP
 from linearizer.report.plotly_charts import MIN_DRAWN_KL
 from linearizer.report.quality_charts import bytes_chart, length_chart
@@ -63,12 +65,14 @@ def test_quality_by_bytes_marks_the_student_among_its_rivals_and_the_budgets_tha
     part = example.results["language"]
     figure = bytes_chart(example, example.allocation, part)
     _, lines = saved(figure)
-    own = example.allocation.state_bytes(example.layers, 0)
-    at = part.result.at(512)
+    own, length = example.allocation.state_bytes(example.layers, 0), example.plan.length
+    at = part.result.at(length)
     for each in at.subjects[1:]:
         assert lines.pop(each.name) == [(own, each.kl.mean)]
     ((name, predicted),) = lines.items()
-    assert name == "predicted" and "what the prices predict, times " in figure and "texts of 512 tokens" in figure
+    assert name == "predicted" and "what the prices predict, times " in figure
+    assert f"texts of {length:,} tokens" in figure
     assert predicted == sorted(predicted, key=lambda point: (point[0], -point[1]))
     assert figure.count('<circle class="lz-unmarked"') == len(predicted)
-    assert "teacher’s cache, 2.1 MB" in figure and f" {TOP:.1f}" in figure  # a line to the top
+    assert f"teacher’s cache, {size(cache_bytes(example.layers, length))}" in figure
+    assert f" {TOP:.1f}" in figure  # a line to the top

@@ -77,25 +77,42 @@ def shorten(prompt: str) -> str:
     return f"{prompt[:SHOWN_BEGIN]} […] {prompt[-SHOWN_END:]}"
 
 
-def head_card(name: str, held: int = 0, most: int = 0, tokens: int = 0, side: Side | None = None) -> str:
-    """Show what a model remembers, beside the model that remembers most, and how fast it wrote."""
+def head_card(
+    name: str, held: int = 0, most: int = 0, tokens: int = 0, side: Side | None = None, answer: str = ""
+) -> str:
+    """Show what a model remembers, beside the model that remembers most, how fast it wrote, and whether rightly."""
     timed = side is not None and side.tokens >= MIN_TIMED_TOKENS
     pairs = [
         (f"memory at {tokens:,} tokens" if tokens else "memory", size(held) if tokens else "–"),
         ("tokens/s", f"{side.tokens_per_second:.1f}" if side and timed else "–"),
         ("first token", f"{side.first_token_seconds * 1000:.0f} ms" if side and side.tokens else "–"),
     ]
+    if side and side.tokens and not side.first_token_seconds:  # it was recorded, without times
+        del pairs[1:]
     bar = f'<div class="lz-held lz-{name}"><i style="width:{held / max(most, 1):.1%}"></i></div>'
-    return f"<h3>{COLUMNS[name]}</h3>{bar}{values_list(pairs, 'lz-thirds')}"
+    mark = mark_html(answer_in(side, answer)) if side and answer else ""
+    return f"<h3>{COLUMNS[name]}{mark}</h3>{bar}{values_list(pairs, 'lz-thirds')}"
 
 
-def heads_of(talk: Chat) -> dict[str, str]:
-    """Show what each model remembers after the last turn."""
-    answers = talk.turns[-1].answers if talk.turns else None
+def answer_in(side: Side, answer: str) -> bool:
+    """Whether a model has given the right answer."""
+    return answer.casefold() in side.text.casefold()
+
+
+def mark_html(is_right: bool) -> str:
+    sign, word = ("✓", "right") if is_right else ("✗", "wrong")
+    return f' <small class="lz-mark lz-{word}"><span aria-hidden="true">{sign}</span> {word}</small>'
+
+
+def heads_of(talk: Chat, written: bool = True) -> dict[str, str]:
+    """Show what each model remembers after the last turn, and once that is written, whether it answered rightly."""
+    turn = talk.turns[-1] if talk.turns else None
+    answers, answer = (turn.answers, turn.message.answer if written else "") if turn else (None, "")
     sides = {name: side for name in COLUMNS if talk.has(name) and (side := getattr(answers, name, None)) is not None}
     most = max((side.state_bytes for side in sides.values()), default=0)
     return {
-        HEADS[name]: head_card(name, side.state_bytes, most, side.tokens_read, side) for name, side in sides.items()
+        HEADS[name]: head_card(name, side.state_bytes, most, side.tokens_read, side, answer)
+        for name, side in sides.items()
     }
 
 
@@ -110,7 +127,7 @@ def heads_of_reading(progress: StateSizes, before: int) -> dict[str, str]:
 
 def reading_note(progress: StateSizes, what: str) -> str:
     """Say how much of a text is read."""
-    reread = ", which was read before: its states have made room for others" if progress.again else ""
+    reread = ", which was read before: the states are not in memory" if progress.again else ""
     done = "Read" if progress.tokens == progress.total else "Reading"
     recurrent = (
         f" {size(progress.recurrent_bytes)} of each memory are in recurrent layers, and do not grow."
@@ -124,12 +141,10 @@ def turn_note(turn: Comparison, answer: str = "") -> str:
     """Say how far student and window write what the teacher writes, or whether all gave the right answer."""
     sides: Mapping[str, Side] = {n: side for n in ("student", "window") if (side := getattr(turn, n)) is not None}
     if answer:
-        found = {
-            name: side.text.strip().startswith(answer) for name, side in {"teacher": turn.teacher, **sides}.items()
-        }
+        found = {name: answer_in(side, answer) for name, side in {"teacher": turn.teacher, **sides}.items()}
         marks = ", ".join(f"the {name} {'right' if is_right else 'wrong'}" for name, is_right in found.items())
         alone = "" if found["teacher"] else " The teacher itself does not recall it: this says nothing of the student."
-        return message_box(f"The text went on with “{answer}”: {marks}.{alone}{parting_of(sides)}", "note")
+        return message_box(f"The right answer is “{answer}”: {marks}.{alone}{parting_of(sides)}", "note")
     total = turn.teacher.tokens
     if all(not side.text for side in (turn.teacher, *sides.values())):
         return message_box(f"{'All' if len(sides) > 1 else 'Both'} ended at once.")

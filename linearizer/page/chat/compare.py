@@ -19,9 +19,11 @@ import gradio as gr
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.page import actions, sending
 from linearizer.page.calls import ONCE, QUICK, SLOW, Browser, handler
-from linearizer.page.chat import answers, cards, chats
+from linearizer.page.chat import answers, cards, chats, recorded
 from linearizer.page.chat.chats import Chat, Key, Message, Settings
+from linearizer.page.visitors import is_example
 from linearizer.report.markup import message_box
+from linearizer.run.folder import Run
 
 if TYPE_CHECKING:
     from linearizer.run.results import Comparison
@@ -35,7 +37,8 @@ ABOUT_STATES = (
     "<code>linearizer ask RUN --state FILE</code> answer from it. The other two cannot go on from it."
 )
 DRAFT = ("drafted", "drafts", "drop_pictures")  # pictures that are not sent yet, what shows them and drops them
-OUTPUTS = ("as_chat", "prompt", "answer", "chat_note", *DRAFT, *cards.HEADS.values(), *cards.COLUMNS)
+SHOWN = ("about_recorded", "recorded_text", *cards.HEADS.values(), *cards.COLUMNS)  # of a chat
+OUTPUTS = ("as_chat", "prompt", "answer", "chat_note", *DRAFT, *SHOWN)
 NAME = "page"  # of the chat that all pages of a visitor show of a run
 LOADING = "Loading the models."
 
@@ -43,6 +46,7 @@ LOADING = "Loading the models."
 def place(ui: SimpleNamespace) -> None:
     """Place a column for each model, and below them the field in which all are asked."""
     gr.HTML(f'<div class="lz-lead"><h2>Compare</h2><p>{ABOUT}</p></div>')
+    place_recorded(ui)
     with gr.Row():
         for name, title in cards.COLUMNS.items():
             with gr.Column(min_width=220) as column:
@@ -55,7 +59,7 @@ def place(ui: SimpleNamespace) -> None:
         label="Message", placeholder="Enter sends it, Shift+Enter breaks the line", max_lines=8, elem_id="prompt"
     )
     ui.drafted, ui.drafts = gr.State(()), gr.HTML(elem_id="drafts")
-    with gr.Row(elem_id="prompts", elem_classes="lz-chips"):
+    with gr.Row(elem_id="prompts", elem_classes="lz-chips") as ui.prompts_place:
         titles = (*answers.SAMPLE_PROMPTS, *answers.MEMORY_PROMPTS)
         ui.prompts = {title: gr.Button(title, size="sm", min_width=90) for title in titles}
     with gr.Row(elem_id="chat-acts"):
@@ -68,6 +72,20 @@ def place(ui: SimpleNamespace) -> None:
         ui.drop_pictures = gr.Button("Leave the picture out", visible=False, elem_id="drop-pictures", min_width=120)
         ui.end_chat = gr.Button("New chat", elem_id="end-chat", min_width=120)
     place_manner(ui)
+
+
+def place_recorded(ui: SimpleNamespace) -> None:
+    """Place the questions of the example whose answers were recorded, and the text that the chosen one is about."""
+    ui.questions = {}
+    with gr.Column(visible=False, elem_id="recorded") as ui.recorded_place:
+        ui.about_recorded = gr.HTML()
+        for reading in recorded.read_recorded().readings:
+            with gr.Row(elem_classes="lz-chips"):
+                gr.HTML(f"<h3>{reading.title}</h3>")
+                for question in reading.questions:
+                    button = gr.Button(question.text, size="sm", min_width=90)
+                    ui.questions[button] = recorded.chat_about(reading, question)
+    ui.recorded_text = gr.HTML(elem_id="recorded-text")
 
 
 def place_manner(ui: SimpleNamespace) -> None:
@@ -119,6 +137,8 @@ def wire(ui: SimpleNamespace) -> None:
     ui.with_window.change(lambda is_shown: gr.Column(visible=bool(is_shown)), ui.with_window, ui.window_place, **QUICK)
     for title, button in ui.prompts.items():
         button.click(take_prompt(title), [ui.memory, ui.tokens], outputs, show_progress_on=ui.prompt, **SLOW)
+    for button, talk in ui.questions.items():
+        button.click(take_recorded(talk), ui.memory, outputs, **QUICK)
 
 
 def update(**parts: Any) -> list[Any]:
@@ -134,23 +154,37 @@ def key_of(browser: Browser) -> Key:
 
 def show(key: Key) -> dict[str, Any]:
     """Show a chat: its turns, what is not answered yet, and what each model remembers."""
-    talk = chats.look_up(key) or Chat(Settings())
+    talk = shown_chat(key)
     shown: dict[str, Any] = cards.columns_of(talk, chats.asked(key))
-    return shown | {cards.HEADS[name]: cards.head_card(name) for name in cards.HEADS} | cards.heads_of(talk)
+    heads = {cards.HEADS[name]: cards.head_card(name) for name in cards.HEADS} | cards.heads_of(talk)
+    return shown | heads | {"recorded_text": recorded.text_html(talk)}
 
 
 def show_kept(browser: Browser, another: bool = False) -> dict[str, Any]:
     """Show the chat of a run that is opened; without one, only that of `another` run is emptied."""
     with suppress(LinearizerError):  # the visitor may be unknown, and has none
-        key = key_of(browser)
-        if (talk := chats.look_up(key)) or another or chats.asked(key):
-            return show(key) | {"chat_note": last_note(talk)}
+        key, run = key_of(browser), browser.find_run()
+        about = {"about_recorded": recorded.about_html(run)} if is_example(run) else {}
+        if chats.look_up(key) or another or chats.asked(key) or about:
+            return show(key) | about | {"chat_note": last_note(shown_chat(key))}
     return {}
 
 
-def last_note(talk: Chat | None) -> str:
+def shown_chat(key: Key) -> Chat:
+    """Return the chat so far; that of the example begins with a recorded one."""
+    return chats.look_up(key) or (recorded.first_chat() if is_example(Run(key[1][0])) else Chat(Settings()))
+
+
+def keep_shown(browser: Browser) -> Key:
+    """Keep the chat that the page shows, which goes on now."""
+    if chats.look_up(key := key_of(browser)) is None:
+        chats.keep_chat(key, shown_chat(key))
+    return key
+
+
+def last_note(talk: Chat) -> str:
     """Compare the answers to the last message; a student that answers alone is compared with none."""
-    if talk is None or talk.state or not talk.turns:
+    if talk.state or not talk.turns:
         return ""
     return cards.turn_note(talk.turns[-1].answers, talk.turns[-1].message.answer)
 
@@ -170,7 +204,7 @@ def send(
     try:
         answers.require_student(browser.find_run())
         answers.check_message(message, *read_how(tokens, seed, sample)[:2])
-        chats.ask(key := key_of(browser), message)
+        chats.ask(key := keep_shown(browser), message)
     except LinearizerError as error:
         return update(prompt=prompt or "", chat_note=message_box(str(error), "bad"))
     note = "It waits for its turn." if chats.is_answering(key) else LOADING
@@ -193,9 +227,9 @@ def add_picture(browser: Browser, path: str | None, drafted: tuple[bytes, ...]) 
 @handler
 def retry(browser: Browser) -> list[Any]:
     """Take the last turn back, and ask again for other tokens."""
-    key = key_of(browser)
-    talk = chats.look_up(key)
-    if chats.is_answering(key) or talk is None or not talk.turns:
+    key = keep_shown(browser)
+    talk = shown_chat(key)
+    if chats.is_answering(key) or not talk.turns:
         return update(chat_note=message_box("A message is being answered: wait for it, or press Stop.", "bad"))
     last = talk.turns[-1].message
     chats.keep_chat(key, talk.take_back())
@@ -244,8 +278,8 @@ def show_answers(
             if turn is None:
                 chats.take_asked(key)
             turn = news
-            yield update(**cards.columns_of(talk, chats.asked(key)), **cards.heads_of(talk), chat_note="")
-    yield update(**show(key), **({} if turn is None else {"chat_note": last_note(talk)}))
+            yield update(**cards.columns_of(talk, chats.asked(key)), **cards.heads_of(talk, False), chat_note="")
+    yield update(**show(key), **({} if turn is None else {"chat_note": last_note(shown_chat(key))}))
 
 
 @handler
@@ -254,7 +288,7 @@ def read_file(browser: Browser, path: str | None, *manner: Any) -> Iterator[list
     from linearizer.run.results import StateSizes
 
     text, key = take_text(path), key_of(browser)
-    yield update(**cards.columns_of(Chat(Settings()), []), chat_note=message_box(LOADING))
+    yield update(**cards.columns_of(Chat(Settings()), []), recorded_text="", chat_note=message_box(LOADING))
     for _, news in answers.read_document(browser.visitor, browser.run_name, text, read_settings(*manner), NAME):
         assert isinstance(news, StateSizes), "nothing is written"
         yield update(**cards.heads_of_reading(news, 0), chat_note=cards.reading_note(news, "the document"))
@@ -266,6 +300,7 @@ def read_file(browser: Browser, path: str | None, *manner: Any) -> Iterator[list
 def save_state(browser: Browser) -> tuple[str, str]:
     """Return the address of the student's state, which the browser then fetches, or say why there is none."""
     try:
+        keep_shown(browser)
         path = answers.save_state(browser.visitor, browser.run_name, NAME)
     except LinearizerError as error:
         return "", message_box(str(error), "bad")
@@ -315,6 +350,8 @@ def stop(browser: Browser, prompt: str, drafted: tuple[bytes, ...]) -> list[Any]
 def end(browser: Browser) -> list[Any]:
     """Begin a new chat, in the template of the model; forget what was read and said."""
     actions.end_chat(browser.visitor, browser.run_name, NAME)
+    if is_example(browser.find_run()):  # which would begin with a recorded one
+        chats.keep_chat(key_of(browser), Chat(Settings()))
     return update(**show(key_of(browser)), **draft(()), as_chat=True, answer="", chat_note="")
 
 
@@ -333,5 +370,18 @@ def take_prompt(title: str) -> Any:
         )
         written = {"prompt": prompt.text, "answer": prompt.answer, "as_chat": False}
         return update(**show(key_of(browser)), **written, chat_note=message_box(note))
+
+    return take
+
+
+def take_recorded(talk: Chat) -> Any:
+    """Return the handler of a button that shows a recorded chat."""
+
+    @handler
+    def take(browser: Browser) -> list[Any]:
+        key = key_of(browser)
+        actions.end_chat(browser.visitor, browser.run_name, NAME)
+        chats.keep_chat(key, talk)
+        return update(**show(key), **draft(()), as_chat=True, answer="", chat_note=last_note(talk))
 
     return take
