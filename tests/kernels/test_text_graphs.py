@@ -94,10 +94,10 @@ made = []  # the captures of a test
 
 
 def make_student(monkeypatch, heads):
-    """Make a student whose layers are read by Triton's kernels, with graphs after two texts, and record launches."""
+    """Make a student whose layers are read by Triton's kernels, with graphs after a text, and record launches."""
     monkeypatch.setattr(door, "may_run_in_triton", lambda *_: True)
     sizes = {"SIZES": (LARGE, PART), "LONG": 2 * LARGE, "FEWEST": 2 * PART}
-    for name, value in {**sizes, "TRIAL_PARTS": PARTS, "BEFORE": 2}.items():
+    for name, value in {**sizes, "TRIAL_PARTS": PARTS, "BEFORE": 1}.items():
         monkeypatch.setattr(text_graphs, name, value)
     if not ON_GPU:
         monkeypatch.setattr(text_parts, "DEVICES", {"cpu"})
@@ -173,7 +173,7 @@ def assert_same(result, expected):
 
 def test_texts_are_read_by_graphs_as_by_calls(monkeypatch):
     student = make_student(monkeypatch, SLOTS)
-    assert capture_graphs(student) == 3 and len(made) == LAYERS  # a part for each stream
+    assert capture_graphs(student) == 2 and len(made) == LAYERS  # a part for each stream
     first, second = tokens(1, PARTS * PART + MORE, 7).to(DEVICE), tokens(1, 2 * PART, 8).to(DEVICE)
     logits, cache = read(student, first)
     expected, other = read_by_calls(student, first)
@@ -262,7 +262,7 @@ def test_graphs_are_captured_again_once_weights_have_changed(student):
     result = read(student, ids)
     assert not reader_of(student).text_reader.graphs and not torch.equal(result[0], before)
     assert_same(result, read_at_once(student, ids))
-    assert capture_graphs(student) == 2
+    assert capture_graphs(student) == 1
     assert_same(read(student, ids), read_by_calls(student, ids))
 
 
@@ -290,11 +290,9 @@ def test_packed_rows_are_refused_as_without_graphs(student):
         student(tokens(1, PARTS * PART).to(DEVICE), position_ids=positions, logits_to_keep=1)
 
 
-@pytest.mark.parametrize(
-    "count", [None, lambda read: read % 50, lambda read: 9 * (read > 40)], ids=["no", "few", "far"]
-)
+@pytest.mark.parametrize("count", [None, lambda read: 9 * (read > 40)], ids=["no", "far"])
 def test_a_model_that_no_graph_can_repeat_is_read_by_calls(student, monkeypatch, count):
-    """A graph would repeat the number at which it was captured; some models look at it only far on in a text."""
+    """A graph would repeat the number at which it was captured; some models look at it only far on."""
     fault = "how many tokens" if count else "division by zero"
     before, said = student.read_by_layers, []
 
@@ -308,7 +306,7 @@ def test_a_model_that_no_graph_can_repeat_is_read_by_calls(student, monkeypatch,
         reader_of(student).text_reader = TextReader(lambda *_: 1 / 0)
     monkeypatch.setattr(student, "read_by_layers", forward)
     monkeypatch.setattr(text_graphs.logger, "warning", said.append)
-    for seed in range(5):
+    for seed in range(3):
         read(student, tokens(1, PARTS * PART, seed).to(DEVICE))
     assert [fault in words for words in said] == [True] and reader_of(student).repeats_texts is False
     ids = tokens(1, PARTS * PART, 7).to(DEVICE)
