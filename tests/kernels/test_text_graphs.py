@@ -93,7 +93,7 @@ def capture(*arguments):
 made = []  # the captures of a test
 
 
-def make_student(monkeypatch, heads):
+def make_student(monkeypatch, heads, kv_heads=1):
     """Make a student whose layers are read by Triton's kernels, with graphs after a text, and record launches."""
     monkeypatch.setattr(door, "may_run_in_triton", lambda *_: True)
     sizes = {"SIZES": (LARGE, PART), "LONG": 2 * LARGE, "FEWEST": 2 * PART}
@@ -105,7 +105,8 @@ def make_student(monkeypatch, heads):
         monkeypatch.setattr(text_graphs, "Streams", RecordedStreams)
         known = SimpleNamespace(multi_processor_count=132)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: known)
-    student = student_of("llama", heads, num_hidden_layers=LAYERS, max_position_embeddings=FAR).to(DEVICE, EXACT)
+    sizes = {"num_hidden_layers": LAYERS, "num_key_value_heads": kv_heads, "max_position_embeddings": FAR}
+    student = student_of("llama", heads, **sizes).to(DEVICE, EXACT)
     reader_of(student).text_reader = TextReader(capture if ON_GPU else call_in_pieces)
     for index, layer in enumerate(student.students()):
         layer.reader = "triton"
@@ -172,7 +173,7 @@ def assert_same(result, expected):
 
 
 def test_texts_are_read_by_graphs_as_by_calls(monkeypatch):
-    student = make_student(monkeypatch, SLOTS)
+    student = make_student(monkeypatch, SLOTS, kv_heads=2)
     assert capture_graphs(student) == 2 and len(made) == LAYERS  # a part for each stream
     first, second = tokens(1, PARTS * PART + MORE, 7).to(DEVICE), tokens(1, 2 * PART, 8).to(DEVICE)
     logits, cache = read(student, first)
@@ -238,8 +239,11 @@ def test_a_layer_reads_a_part_after_the_part_before_and_beside_later_layers(stud
             assert (text, LAYERS - 1, part - 1) not in before[text, 0, part]
 
 
-def test_padding_is_read_by_calls_and_positions_after_it_by_graphs(student):
+def test_padding_is_read_by_calls_and_positions_after_it_by_graphs_and_packed_rows_are_refused(student):
     capture_graphs(student)
+    positions = torch.arange(PART, device=DEVICE).repeat(1, PARTS)
+    with pytest.raises(ValueError, match=NOT_SERVED[:40]):
+        read(student, tokens(1, PARTS * PART).to(DEVICE), position_ids=positions)
     ids, more = tokens(1, 2 * PART, 7).to(DEVICE), tokens(1, 2 * PART, 8).to(DEVICE)
     mask = torch.ones(1, 4 * PART, dtype=torch.long, device=DEVICE)
     mask[:, :3] = 0
@@ -259,6 +263,7 @@ def test_graphs_are_captured_again_once_weights_have_changed(student):
     with torch.no_grad():
         student.lm_head.weight.mul_(0.5)
     assert reader_of(student).text_reader.graphs
+    assert not copy.deepcopy(reader_of(student).text_reader).graphs, "a copy has weights of its own"
     result = read(student, ids)
     assert not reader_of(student).text_reader.graphs and not torch.equal(result[0], before)
     assert_same(result, read_at_once(student, ids))
@@ -275,19 +280,6 @@ def test_a_user_who_watches_a_module_sees_all_calls(student):
     handle.remove()
     read(student, ids)
     assert len(seen) == 1
-
-
-def test_a_copy_of_a_model_has_graphs_of_its_own(student):
-    capture_graphs(student)
-    assert reader_of(student).text_reader.graphs and not copy.deepcopy(reader_of(student).text_reader).graphs
-
-
-@torch.inference_mode()
-def test_packed_rows_are_refused_as_without_graphs(student):
-    capture_graphs(student)
-    positions = torch.arange(PART, device=DEVICE).repeat(1, PARTS)
-    with pytest.raises(ValueError, match=NOT_SERVED[:40]):
-        student(tokens(1, PARTS * PART).to(DEVICE), position_ids=positions, logits_to_keep=1)
 
 
 @pytest.mark.parametrize("count", [None, lambda read: 9 * (read > 40)], ids=["no", "far"])

@@ -28,7 +28,7 @@ PART, PARTS, LAYERS = 8, 3, 2
 def student(monkeypatch):
     """A student that says what its layers launch."""
     monkeypatch.setattr(door, "may_run_in_triton", lambda *_: True)
-    student = student_of("llama", HEADS, num_hidden_layers=LAYERS).to(DEVICE, EXACT)
+    student = student_of("llama", HEADS, num_hidden_layers=LAYERS, num_key_value_heads=1).to(DEVICE, EXACT)
     for index, layer in enumerate(student.students()):
         layer.reader = "pytorch"
         monkeypatch.setattr(layer, "attend", partial(launched, index, layer.attend))
