@@ -87,9 +87,8 @@ def test_it_is_killed_and_stopped_in_the_middle_of_a_part_and_goes_on_at_it_even
     assert control.state_of(run.evaluating) in ("stopping", "stopped")
     wait_for(run.evaluating, "stopped")
     assert examined(run) == ["language", "language"] and control.state_of(run) == "done"
-    control.evaluate(run)
-    wait_for(run.evaluating, "done")
-    assert examined(run) == ["language", "language", "speed"]
+    finish(work_in_foreground(run.evaluating, pipeline.resume_evaluation(run)))
+    assert control.state_of(run.evaluating) == "done" and examined(run) == ["language", "language", "speed"]
     assert run.evaluation_parts["language"] == parts["language"]
     assert run.evaluation_parts["speed"]["asked"]["lengths"] == LONG["lengths"]
 
