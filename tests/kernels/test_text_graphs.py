@@ -93,7 +93,7 @@ def capture(*arguments):
 made = []  # the captures of a test
 
 
-def make_student(monkeypatch, heads, kv_heads=1):
+def make_student(monkeypatch, heads):
     """Make a student whose layers are read by Triton's kernels, with graphs after a text, and record launches."""
     monkeypatch.setattr(door, "may_run_in_triton", lambda *_: True)
     sizes = {"SIZES": (LARGE, PART), "LONG": 2 * LARGE, "FEWEST": 2 * PART}
@@ -105,7 +105,7 @@ def make_student(monkeypatch, heads, kv_heads=1):
         monkeypatch.setattr(text_graphs, "Streams", RecordedStreams)
         known = SimpleNamespace(multi_processor_count=132)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: known)
-    sizes = {"num_hidden_layers": LAYERS, "num_key_value_heads": kv_heads, "max_position_embeddings": FAR}
+    sizes = {"num_hidden_layers": LAYERS, "num_key_value_heads": 1, "max_position_embeddings": FAR}
     student = student_of("llama", heads, **sizes).to(DEVICE, EXACT)
     reader_of(student).text_reader = TextReader(capture if ON_GPU else call_in_pieces)
     for index, layer in enumerate(student.students()):
@@ -173,7 +173,7 @@ def assert_same(result, expected):
 
 
 def test_texts_are_read_by_graphs_as_by_calls(monkeypatch):
-    student = make_student(monkeypatch, SLOTS, kv_heads=2)
+    student = make_student(monkeypatch, SLOTS)
     assert capture_graphs(student) == 2 and len(made) == LAYERS  # a part for each stream
     first, second = tokens(1, PARTS * PART + MORE, 7).to(DEVICE), tokens(1, 2 * PART, 8).to(DEVICE)
     logits, cache = read(student, first)
