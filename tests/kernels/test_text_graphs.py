@@ -6,8 +6,6 @@ Without a GPU a thread calls the step again, and stops where one graph would end
 import copy
 import threading
 from contextlib import AbstractContextManager
-from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,11 +16,10 @@ from linearizer.kernels.graphs.call_reader import reader_of
 from linearizer.kernels.graphs.text_graphs import TextReader
 from linearizer.plan.head_bytes import Head
 from linearizer.student.attention_interface import NOT_SERVED
-from linearizer.student.attention_of_student import tensors
 from linearizer.student.cache import CACHE
 from tests.support.kernels import DEVICE, EXACT, ON_GPU
 from tests.support.models import student_of, tokens
-from tests.support.streams import RecordedStreams, opened
+from tests.support.streams import assert_same_states, opened, record_launches, use_streams
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # of an interpreter, in empty rows
 WINDOWS = [Head(window=5, bits=8), Head(window=7, bits=8)]
@@ -99,19 +96,11 @@ def make_student(monkeypatch, heads):
     sizes = {"SIZES": (LARGE, PART), "LONG": 2 * LARGE, "FEWEST": 2 * PART}
     for name, value in {**sizes, "TRIAL_PARTS": PARTS, "BEFORE": 1}.items():
         monkeypatch.setattr(text_graphs, name, value)
-    if not ON_GPU:
-        monkeypatch.setattr(text_parts, "DEVICES", {"cpu"})
-        monkeypatch.setattr(text_parts, "Streams", RecordedStreams)
-        monkeypatch.setattr(text_graphs, "Streams", RecordedStreams)
-        known = SimpleNamespace(multi_processor_count=132)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: known)
+    use_streams(monkeypatch, text_graphs)
     sizes = {"num_hidden_layers": LAYERS, "num_key_value_heads": 1, "max_position_embeddings": FAR}
     student = student_of("llama", heads, **sizes).to(DEVICE, EXACT)
     reader_of(student).text_reader = TextReader(capture if ON_GPU else call_in_pieces)
-    for index, layer in enumerate(student.students()):
-        layer.reader = "triton"
-        monkeypatch.setattr(layer, "attend", partial(launched, index, layer.attend))
-    opened.clear()
+    record_launches(student, "triton", monkeypatch)
     made.clear()
     return student
 
@@ -119,12 +108,6 @@ def make_student(monkeypatch, heads):
 @pytest.fixture
 def student(monkeypatch):
     return make_student(monkeypatch, WINDOWS)
-
-
-def launched(layer, attend, *inputs):
-    if opened:
-        opened[-1].launch((len(opened), layer, opened[-1].parts - 1))
-    return attend(*inputs)
 
 
 @torch.inference_mode()
@@ -166,10 +149,7 @@ def capture_graphs(student):
 def assert_same(result, expected):
     (logits, cache), (wanted, other) = result, expected
     assert torch.equal(logits, wanted)
-    for layer, known in zip(cache.layers, other.layers, strict=True):
-        assert layer.tokens_read == known.tokens_read and layer.part_order is None
-        for state, numbers in zip(layer.memory, known.memory, strict=True):
-            assert all(torch.equal(x, tensors(numbers)[name]) for name, x in tensors(state).items())
+    assert_same_states(cache, other)
 
 
 def test_texts_are_read_by_graphs_as_by_calls(monkeypatch):
