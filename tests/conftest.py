@@ -9,6 +9,7 @@ import time
 
 from tests.support.hub import FakeHub
 
+gc.disable()  # until all is imported
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore ctrl-C, and so would ours
 HUB = FakeHub()
 os.environ.update(
@@ -175,6 +176,7 @@ def pytest_collection_finish():
     """Keep imported objects out of garbage collection, which would traverse them again and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure():

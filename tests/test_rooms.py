@@ -166,14 +166,6 @@ def test_a_job_is_followed_without_what_only_its_work_needs():
     assert done.stdout.split() == []
 
 
-def test_no_function_takes_more_than_twelve_arguments():
-    for path in [*FILES, *Path("tests").rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                count = len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs)
-                assert count <= 12, f"{path}: {node.name} takes {count}"
-
-
 def test_no_test_file_imports_another():
     for path in Path("tests").rglob("test_*.py"):
         assert not [name for name in imports(path) if name.startswith("tests.") and ".test_" in name], path

@@ -156,7 +156,7 @@ def test_each_phase_of_a_training_has_its_own_speed(monkeypatch):
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback():
-    with start_command("inspect", "demo", "--json") as process:
+    with start_command("run", "demo", "--recipe", "list") as process:
         process.stdout.close()
         assert process.stderr.read() == "" and process.wait(180) == 1
 

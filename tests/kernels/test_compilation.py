@@ -30,21 +30,29 @@ def say_what_compiles(option, folder):
         env={**environment, "TRITON_CACHE_DIR": str(folder)},
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    """What all kernels take."""
-    return [json.loads(line) for line in say_what_compiles("--all", tmp_path_factory.mktemp("triton"))]
+def launches(tmp_path_factory):
+    """What all launches would compile, with what is known of it."""
+    return say_what_compiles("--prepare", tmp_path_factory.mktemp("triton"))
 
 
-def test_triton_prepares_every_launch(tmp_path):
-    assert len({*say_what_compiles("--prepare", tmp_path)}) == 18
+@pytest.fixture(scope="module")
+def reports(launches, tmp_path_factory):
+    """What all kernels take: those that changed are compiled."""
+    known = all("registers" in row for row in launches if row["size"] != "texts")
+    return launches if known else say_what_compiles("--all", tmp_path_factory.mktemp("triton"))
 
 
-def test_texts_of_all_sizes_share_their_kernels(tmp_path):
-    counted = Counter(say_what_compiles("--texts", tmp_path))
+@pytest.mark.parametrize("chip, size", CASES)
+def test_triton_prepares_every_launch(chip, size, launches):
+    assert len({row["kernel"] for row in launches if (row["chip"], row["size"]) == (chip, size)}) == 18
+
+
+def test_texts_of_all_sizes_share_their_kernels(launches):
+    counted = Counter(row["kernel"] for row in launches if row["size"] == "texts")
     of_models = 3  # whose heads or sinks are one, or neither
     assert counted.pop("text_features_kernel") == 2  # of two alignments
     assert counted == dict.fromkeys(("lay_columns", "merge_text", "attend_periods"), of_models)
@@ -52,12 +60,12 @@ def test_texts_of_all_sizes_share_their_kernels(tmp_path):
 
 @pytest.mark.parametrize("chip, size", CASES)
 def test_kernels_fit(chip, size, reports):
-    rows = [row for row in reports if (row["chip"], row["size"]) == (chip, size)]
-    assert len({row["kernel"] for row in rows}) == 18
     # bytes, of all copies of a loop, and on AMD what functions that are called keep for their callers
     spilled = 768 if size.startswith("256") else 960 if chip == "gfx942" else 64
     merging = spilled + 512  # what is kept from block to block: on an H200 a form that spilled less took longer
+    rows = [row for row in reports if (row["chip"], row["size"]) == (chip, size)]
+    assert rows
     for row in rows:
         assert row["spilled"] <= (merging if row["kernel"] in MERGING else spilled), row
         assert row["shared"] <= SHARED[chip] * 1024, row
-    assert all(row["tensor_cores"] for row in rows if row["kernel"] not in WITHOUT_PRODUCTS)
+        assert row["tensor_cores"] or row["kernel"] in WITHOUT_PRODUCTS, row

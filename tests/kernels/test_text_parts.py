@@ -3,7 +3,6 @@
 Without a GPU, stand-ins for streams record which work is ordered after which; the work itself is done at once.
 """
 
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +12,10 @@ from linearizer.kernels import door
 from linearizer.kernels.graphs import text_parts
 from linearizer.kernels.graphs.call_reader import reader_of
 from linearizer.plan.head_bytes import Head
-from linearizer.student.attention_of_student import tensors
 from linearizer.student.cache import CACHE
 from tests.support.kernels import CLOSE, DEVICE, EXACT, ON_GPU
 from tests.support.models import student_of, tokens
-from tests.support.streams import RecordedStreams, opened
+from tests.support.streams import RecordedStreams, assert_same_states, opened, record_launches, use_streams
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # of an interpreter, in empty rows
 HEADS = [Head(window=5, bits=8), Head(window=4, slots=6, bits=8)]
@@ -26,13 +24,10 @@ PART, PARTS, LAYERS = 8, 3, 2
 
 @pytest.fixture
 def student(monkeypatch):
-    """A student that says what its layers launch."""
+    """A student that says what its layers launch, in PyTorch."""
     monkeypatch.setattr(door, "may_run_in_triton", lambda *_: True)
-    student = student_of("llama", HEADS, num_hidden_layers=LAYERS).to(DEVICE, EXACT)
-    for index, layer in enumerate(student.students()):
-        layer.reader = "pytorch"
-        monkeypatch.setattr(layer, "attend", partial(launched, index, layer.attend))
-    opened.clear()
+    student = student_of("llama", HEADS, num_hidden_layers=LAYERS, num_key_value_heads=1).to(DEVICE, EXACT)
+    record_launches(student, "pytorch", monkeypatch)
     return student
 
 
@@ -44,12 +39,6 @@ def in_triton(student):
     return student
 
 
-def launched(layer, attend, *inputs):
-    if opened:
-        opened[-1].launch((layer, opened[-1].parts - 1))
-    return attend(*inputs)
-
-
 @pytest.fixture
 def on_streams(monkeypatch):
     """Let texts be read on streams, as on a GPU."""
@@ -57,11 +46,7 @@ def on_streams(monkeypatch):
     monkeypatch.setattr(text_parts, "SCALE", PART / PARTS)
     monkeypatch.setattr(text_parts, "STEP", PART)
     monkeypatch.setattr(text_parts, "TRIAL_PARTS", PARTS)
-    if not ON_GPU:
-        monkeypatch.setattr(text_parts, "DEVICES", {"cpu"})
-        monkeypatch.setattr(text_parts, "Streams", RecordedStreams)
-        known = SimpleNamespace(multi_processor_count=132)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: known)
+    use_streams(monkeypatch)
 
 
 @torch.inference_mode()
@@ -72,13 +57,6 @@ def read_in_turn(student, ids, mask=None):
         seen = None if mask is None else mask[:, : begin + PART]
         logits.append(student(ids[:, begin : begin + PART], attention_mask=seen, **{CACHE: cache}).logits)
     return torch.cat(logits, 1), cache
-
-
-def assert_same_states(cache, expected):
-    for layer, other in zip(cache.layers, expected.layers, strict=True):
-        assert layer.tokens_read == other.tokens_read and layer.part_order is None
-        for state, wanted in zip(layer.memory, other.memory, strict=True):
-            assert all(torch.equal(x, tensors(wanted)[name]) for name, x in tensors(state).items())
 
 
 @torch.inference_mode()
@@ -103,12 +81,12 @@ def test_a_long_text_is_read_in_parts_as_one_after_the_other(in_triton, on_strea
 @torch.inference_mode()
 def test_a_layer_reads_a_part_after_the_part_before_and_beside_later_layers(in_triton, on_streams):
     in_triton(tokens(1, PARTS * PART), logits_to_keep=1)
-    before = opened[-1].before
+    before, text = opened[-1].before, len(opened)
     assert len(before) == LAYERS * PARTS
-    for layer, part in before:
-        assert part == 0 or (layer, part - 1) in before[layer, part]
-        assert layer == 0 or (layer - 1, part) in before[layer, part]
-        assert (LAYERS - 1, part - 1) not in before[0, part]
+    for _, layer, part in before:
+        assert part == 0 or (text, layer, part - 1) in before[text, layer, part]
+        assert layer == 0 or (text, layer - 1, part) in before[text, layer, part]
+        assert (text, LAYERS - 1, part - 1) not in before[text, 0, part]
 
 
 @pytest.mark.skipif(ON_GPU, reason="streams of a device record nothing")
@@ -119,7 +97,7 @@ def test_states_that_are_replaced_are_read_on_one_stream_or_at_once(student, on_
     assert reader_of(student).reads_parts is False and len(opened) == 1  # on which the trial was
     reader_of(student).reads_parts = True
     student(ids, logits_to_keep=1)
-    assert all((LAYERS - 1, part - 1) in opened[-1].before[0, part] for part in range(1, PARTS))
+    assert all((2, LAYERS - 1, part - 1) in opened[-1].before[2, 0, part] for part in range(1, PARTS))
 
 
 @pytest.mark.skipif(ON_GPU, reason="streams of a device do not fail")

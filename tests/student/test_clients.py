@@ -208,11 +208,13 @@ def test_the_step_of_a_token_is_compiled_into_one_graph(masked):
 @needs_compiler
 @pytest.mark.filterwarnings("ignore")  # of a compiler that breaks a graph
 @torch.no_grad()
-def test_texts_and_what_generate_writes_are_the_same_when_it_is_compiled():
+def test_generate_reads_and_writes_the_same_when_it_is_compiled():
     student, ids = student_of("llama", [Head(window=5, features=16), SMALL[1]], num_hidden_layers=1), tokens(2, 25)
-    how = dict(attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, eos_token_id=None)
-    logits, written = student(ids).logits, student.generate(ids, **how)
+    how = dict(attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False, eos_token_id=None)
+    how |= dict(output_logits=True, return_dict_in_generate=True)
+    expected = student.generate(ids, **how)
     torch.compiler.reset()
     student.forward = torch.compile(student.forward, backend="eager")
-    torch.testing.assert_close(student(ids).logits, logits, **CLOSE)
-    assert torch.equal(student.generate(ids, **how), written)
+    out = student.generate(ids, **how)
+    assert torch.equal(out.sequences, expected.sequences)
+    torch.testing.assert_close(out.logits, expected.logits, **CLOSE)

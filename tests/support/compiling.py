@@ -8,7 +8,8 @@ Further words are sizes: 128x128 is the width of a head and its features, 128x12
 Compiling takes minutes, so results are kept in compiled.json, each under a hash of all that it depends on: the source
 of the kernel and of what it calls, wherever in a file it stands, its arguments, the chip, and Triton's version. A
 kernel that changed is compiled anew; python -m tests.support.compiling --record compiles all and keeps the results,
---all prints them, --prepare says what would be compiled, and --texts what texts of many sizes would have compiled.
+--all prints them, and --prepare compiles nothing: it says what would be compiled, also for texts of many sizes, with
+the results that are kept.
 """
 
 import hashlib
@@ -258,12 +259,12 @@ def main():
             RECORD.write_text(f"{{\n{lines}\n}}\n")
         return
     if sys.argv[1] == "--prepare":
-        for case in CASES:
-            sys.stdout.writelines(f"{launch[0].fn.__name__}\n" for launch in prepared(*case).values())
-        return
-    if sys.argv[1] == "--texts":
-        found = {key_of(*launch, 90): launch for launch in launches((9, 0), read_many_texts)}
-        sys.stdout.writelines(f"{source.fn.__name__}\n" for source, _ in found.values())
+        for chip, size in CASES:
+            for key, (source, *_) in prepared(chip, size).items():
+                kept = record.get(key, {"kernel": source.fn.__name__})
+                sys.stdout.write(json.dumps({"chip": chip, "size": size, **kept}) + "\n")
+        for source, _ in {key_of(*launch, 90): launch for launch in launches((9, 0), read_many_texts)}.values():
+            sys.stdout.write(json.dumps({"chip": 90, "size": "texts", "kernel": source.fn.__name__}) + "\n")
         return
     chosen = (
         CASES if sys.argv[1] == "--all" else [(named_chip(sys.argv[1]), size) for size in sys.argv[2:] or ["128x128"]]

@@ -3,7 +3,9 @@
 Without a GPU they run in Triton's interpreter, which checks what they compute.
 """
 
+import functools
 import importlib.util
+import math
 import sys
 from pathlib import Path
 
@@ -16,11 +18,13 @@ from linearizer.student.feature_maps import FEATURE_MAPS
 
 
 def let_interpreter_prepare_once():
-    """Let Triton's interpreter exchange the language's functions for a module once, not at every call of a function.
+    """Let Triton's interpreter do once what it does at every operation, which is most of its time.
 
-    That is a third of its time, and what it exchanges for a function that a kernel calls, it never puts back. A table
-    of types, too, is not written again whenever it is read.
+    At every call of a function it exchanges the language's functions for a module, and never puts back what it
+    exchanged for a function that a kernel calls. Tables of types and sizes are written again whenever they are read.
+    Each sum of integers is computed again in 64 bits to find overflows, which the results would show as well.
     """
+    from triton.language import core, semantic
     from triton.runtime import interpreter
 
     prepared = set()
@@ -39,6 +43,23 @@ def let_interpreter_prepare_once():
         return found[name] if name in found else found.setdefault(name, find(kind))
 
     interpreter._get_np_dtype = find_once
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    broadcast = semantic.TritonSemantic.broadcast_impl_value
+
+    @functools.cache
+    def sizes_of(shape):
+        return core.tuple([core.constexpr(size) for size in shape]), core.constexpr(math.prod(shape))
+
+    def make_tensor(self, handle, kind):
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.shape, self.numel = sizes_of(tuple(kind.shape) if kind.is_block() else ())
+
+    def broadcast_if_unlike(self, a, b):
+        alike = a.type.is_block() and b.type.is_block() and a.type.shape.values == b.type.shape.values
+        return (a, b) if alike else broadcast(self, a, b)
+
+    core.tensor.__init__ = make_tensor
+    semantic.TritonSemantic.broadcast_impl_value = broadcast_if_unlike
 
 
 ON_GPU = torch.cuda.is_available()

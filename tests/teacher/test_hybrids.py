@@ -39,6 +39,7 @@ WHOLE = [Head(window=LENGTH)]
 FEW = [Head(window=4, slots=6), Head(window=3)]
 WITHOUT_SOFTMAX = [head for head in MIXED if not head.softmax]
 FAMILIES = [*HYBRIDS, *ALTERED]
+BARE = ("qwen3_5_text", "nemotron_h", "falcon_h1", "lfm3", "gemma4_text", *ALTERED, "gemma4", "qwen2_vl")
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -142,13 +143,13 @@ def test_a_state_is_kept_forked_selected_and_reset_with_its_recurrent_part(famil
 
 @torch.no_grad()
 @every_family
-def test_the_bytes_of_softmax_layers_are_the_same_after_1_and_8_thousand_tokens(family):
+def test_the_bytes_of_softmax_layers_are_the_same_after_1_and_3_thousand_tokens(family):
     student = student_of(family, WITHOUT_SOFTMAX)
     cache, sizes = student.empty_cache(), []
-    for part in tokens(1, 8192).split(1024, 1):
+    for part in tokens(1, 3072).split(1024, 1):
         student(part, logits_to_keep=1, **{CACHE: cache})
         sizes.append(bytes_held(cache))
-    assert sizes[0] > 0 and len({*sizes}) == 1 and cache.get_seq_length() == 8192
+    assert sizes[0] > 0 and len({*sizes}) == 1 and cache.get_seq_length() == 3072
     assert inspect_model(SOURCE, student.config).recurrent_bytes <= sizes[0]
 
 
@@ -162,7 +163,8 @@ def test_students_load_and_write_without_this_package(tmp_path):
         student.save_pretrained(tmp_path / family)
         torch.save(inputs, tmp_path / family / "inputs.pt")
         assert distance(load(tmp_path / family)(**inputs).logits, student(**inputs).logits) < CLOSE
-        expected[family] = student.generate(**inputs, **asked)[0, inputs["input_ids"].shape[1] :].tolist()
+        if family in BARE:
+            expected[family] = student.generate(**inputs, **asked)[0, inputs["input_ids"].shape[1] :].tolist()
     program = """
         import json, sys, torch
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -178,7 +180,7 @@ def test_students_load_and_write_without_this_package(tmp_path):
     """
     (tmp_path / "packages").mkdir()
     environment = make_bare_environment(tmp_path / "packages")
-    answer = run_bare(environment, program, *students, cwd=tmp_path)
+    answer = run_bare(environment, program, *BARE, cwd=tmp_path)
     assert json.loads(answer.splitlines()[-1]) == expected
 
 

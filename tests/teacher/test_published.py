@@ -13,12 +13,27 @@ def inspect(name):
     return inspect_model(families.SOURCE, choose_config(PUBLISHED[name].build(), ()))
 
 
+def make_shallow(config, layers):
+    """Leave the first layers of a text model or of a tower, which are like the others."""
+    for name in ("num_hidden_layers", "depth"):
+        if hasattr(config, name):
+            setattr(config, name, layers)
+    for name in {"layer_types", "mlp_layer_types"} & vars(config).keys():
+        setattr(config, name, getattr(config, name)[:layers])
+
+
 ONE_OF_EACH_KIND = {published.kind: name for name, published in PUBLISHED.items()}.values()
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
 def test_a_published_model_is_served_or_refused_with_its_true_reason(name):
-    inspection, expected = inspect(name), PUBLISHED[name].grows
+    config, expected = PUBLISHED[name].build(), PUBLISHED[name].grows
+    text, tower = config.get_text_config(decoder=True), getattr(config, "vision_config", None)
+    if expected == text.num_hidden_layers:
+        make_shallow(text, expected := 4)
+    if tower is not None:
+        make_shallow(tower, 1)
+    inspection = inspect_model(families.SOURCE, choose_config(config, ()))
     if isinstance(expected, int):
         assert inspection.supported, inspection.reason
         assert len(inspection.replaced_layers) == expected

@@ -223,6 +223,7 @@ def test_blocks_are_laid_over_devices_in_their_order_and_by_their_room():
 SMALL = dict(texts=2, length=48, sinks=2, dtype="float32", budget=16)
 
 
+@pytest.mark.usefixtures("judged_briefly")
 @pytest.mark.parametrize("way, strategy", [("streamed", "gain"), ("spread", "common-lambda")])
 def test_a_run_that_no_device_can_hold_ends_in_the_bits_of_one_that_fits(
     way, strategy, little, two_devices, monkeypatch, tmp_path

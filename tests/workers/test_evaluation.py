@@ -9,7 +9,7 @@ import pytest
 
 from linearizer import pipeline
 from linearizer.cli.main import main
-from linearizer.errors import FolderError, RequestError
+from linearizer.errors import FolderError, RequestError, TextError
 from linearizer.pipeline import evaluate, linearize
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
@@ -87,17 +87,19 @@ def test_it_is_killed_and_stopped_in_the_middle_of_a_part_and_goes_on_at_it_even
     assert control.state_of(run.evaluating) in ("stopping", "stopped")
     wait_for(run.evaluating, "stopped")
     assert examined(run) == ["language", "language"] and control.state_of(run) == "done"
-    control.evaluate(run)
-    wait_for(run.evaluating, "done")
-    assert examined(run) == ["language", "language", "speed"]
+    finish(work_in_foreground(run.evaluating, pipeline.resume_evaluation(run)))
+    assert control.state_of(run.evaluating) == "done" and examined(run) == ["language", "language", "speed"]
     assert run.evaluation_parts["language"] == parts["language"]
     assert run.evaluation_parts["speed"]["asked"]["lengths"] == LONG["lengths"]
 
 
 def test_one_that_cannot_be_served_says_why_and_harms_nothing(run, tmp_path):
-    control.evaluate(run, {"parts": ["language"], "text": f"file:{tmp_path}/nothing.txt"})
-    result = wait_for(run.evaluating, "failed")
-    assert "nothing.txt" in result.error and control.status(run).state == "done" and run.done
+    asked = {"parts": ["language"], "text": f"file:{tmp_path}/nothing.txt"}
+    with pytest.raises(TextError):
+        finish(work_in_foreground(run.evaluating, evaluate(run, Request.of(asked), locked=True), request=asked))
+    result = control.status(run.evaluating)
+    assert result.state == "failed" and "nothing.txt" in result.error
+    assert control.status(run).state == "done" and run.done
     with pytest.raises(RequestError, match="has no student yet"):
         control.evaluate(pipeline.begin(tmp_path / "new", PLAN), SHORT)
     with pytest.raises(RequestError, match="is done: there is nothing to stop"):
