@@ -38,7 +38,6 @@ from linearizer.student.modeling_linearized import class_of
 from linearizer.teacher.config_bounds import MAX_BYTES, check_counts
 from linearizer.teacher.devices import choose_device, compute_anywhere
 from linearizer.teacher.inspect_model import inspect_model, verify_teacher
-from linearizer.teacher.merged_experts import load_with_experts
 from linearizer.teacher.observing import implementation_of_teacher
 from linearizer.teacher.quantised import (
     READ_HERE,
@@ -52,7 +51,7 @@ from linearizer.teacher.quantised import (
     state_quantisation,
 )
 from linearizer.teacher.ram import return_freed_memory
-from linearizer.teacher.streaming import leave_states_in_place, place_weights, streamed_weights
+from linearizer.teacher.streaming import leave_states_in_place, load_with_experts, place_weights, streamed_weights
 from linearizer.teacher.support import build_blueprint, names_in_files, whole_of
 from linearizer.teacher.text import read_texts
 from linearizer.teacher.whole_models import choose_config

@@ -3,14 +3,24 @@
 A model that is spread has each of its blocks on one device, and the output of a block moves to the next block's device.
 The weights of a streamed block stay in the memory of the CPU or in their files, and are copied to the device while the
 block computes; every pass over the model reads all of its weights again. The results are bit-identical.
+
+Most files of mixtures hold each expert by itself, and transformers merges the experts of a layer while it loads them.
+Those that stay on disk are written to a folder in the Hub's folder of this machine. That is removed with the model, at
+the end of its process, or by the next process if that one was killed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 from torch import nn
 
@@ -26,12 +36,13 @@ from linearizer.teacher.ram import free_bytes
 from linearizer.teacher.support import build_blueprint
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from linearizer.hub.models import Source
 
 STATE_ARGUMENT = "linear_state"  # of an attention module
 OFFLOADED = {"cpu", "disk"}  # where the weights of streamed blocks lie
+EXPERTS = "linearizer-experts-"  # of folders, before the number of the process
 FILLED = 0.8  # share of the free memory for weights: the rest is for computations
 
 
@@ -197,3 +208,29 @@ def leave_states_in_place(model: nn.Module) -> None:
     for _, _, hook in placing_hooks(model):
         names = getattr(hook, "skip_keys", None) or ()
         hook.skip_keys = [*([names] if isinstance(names, str) else names), STATE_ARGUMENT]
+
+
+def load_with_experts(
+    places: Mapping[str, str] | None, load: Callable[[Path | None], PreTrainedModel]
+) -> PreTrainedModel:
+    """Load a model whose parts lie in these places, with a folder for its experts if some stay on disk."""
+    if "disk" not in (places or {}).values():
+        return load(None)
+    folder = make_folder()
+    try:
+        model = load(folder)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+    return model
+
+
+def make_folder() -> Path:
+    """Make a folder for the experts of one model, and remove those of processes that have ended."""
+    home = home_folder()
+    for folder in home.glob(f"{EXPERTS}*"):
+        process = folder.name.removeprefix(EXPERTS).partition("-")[0]
+        if process.isdecimal() and not psutil.pid_exists(int(process)):
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{EXPERTS}{os.getpid()}-", dir=home))

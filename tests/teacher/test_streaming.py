@@ -30,7 +30,7 @@ from linearizer.run.results import Request
 from linearizer.serve.engine import Engine
 from linearizer.serve.row import Row
 from linearizer.student.attention_interface import attention_modules, device_of
-from linearizer.teacher import merged_experts, streaming
+from linearizer.teacher import streaming
 from linearizer.teacher.layers import blocks_of
 from linearizer.teacher.load import load_config, load_teacher
 from linearizer.teacher.streaming import is_streamed, place_weights, streamed_weights
@@ -111,7 +111,7 @@ def test_experts_that_files_hold_one_by_one_are_merged_on_disk_and_removed_with_
     teacher_of("mixtral").save_pretrained(tmp_path / "model")
     resident, home = load_teacher(find_model(str(tmp_path / "model"))), tmp_path / "home"
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(home))
-    (left := home / f"{merged_experts.NAME}{2**22 + 1}-a").mkdir(parents=True)  # of a process that was killed
+    (left := home / f"{streaming.EXPERTS}{2**22 + 1}-a").mkdir(parents=True)  # of a process that was killed
     little(900_000)
     streamed = load_teacher(find_model(str(tmp_path / "model")), places=places_of(tmp_path / "model"))
     assert torch.equal(streamed(tokens(2, 20)).logits, resident(tokens(2, 20)).logits)
