@@ -65,6 +65,9 @@ def judge_lengths(results: Sequence[LengthResult], state: StateSize) -> Verdict:
 def weigh(results: Sequence[LengthResult]) -> tuple[Kind, str, LengthResult]:
     """Choose the kind of a verdict, its first sentences, and the longest texts that decide it."""
     better, unsure, worse = (find(results, name) for name in ("better", "no difference shown", "worse"))
+    shorter: list[LengthResult] = []  # than all texts on which it is better
+    if better and unsure and unsure[-1].length < better[0].length:
+        shorter, unsure = unsure, []
     decisive = (worse or unsure or better or results)[-1]
     student, window = describe_pair(decisive, "on the longest " * (len(worse or unsure or better) > 1))
     if worse:
@@ -76,7 +79,8 @@ def weigh(results: Sequence[LengthResult]) -> tuple[Kind, str, LengthResult]:
     if not better:
         reason = no_test([decisive])[0] + ", so nothing is shown of what it forgets" * fits_whole(decisive)
         return "note", f"Not tested: {reason}. {student[0].upper()}{student[1:]}, {window}.", decisive
-    text = f"Better than {WINDOW} on {texts_of(better)}: {student}, {window}."
+    remark = f" (on {texts_of(shorter)} no difference is shown)" if shorter else ""
+    text = f"Better than {WINDOW} on {texts_of(better)}{remark}: {student}, {window}."
     agreement = of_subject(decisive, "student").agreement
     if agreement is None or FAR <= agreement.mean < NEAR:
         return "note", text, decisive

@@ -71,6 +71,12 @@ def test_an_interval_that_includes_zero_shows_no_difference():
         "tokens): it agrees"
     )
     assert verdict(at(512, None)).kind == "note"  # one text shows none
+    longer = verdict(at(512, UNSURE), at(2048, BETTER))
+    assert longer.length == 2048
+    assert longer.sentence.startswith(
+        "Better than a plain window of the same bytes on texts of 2,048 tokens (on texts of 512 tokens no difference is "
+        "shown): it agrees"
+    )
 
 
 def test_texts_that_the_state_holds_whole_are_no_test():
