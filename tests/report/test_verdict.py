@@ -74,8 +74,8 @@ def test_an_interval_that_includes_zero_shows_no_difference():
     longer = verdict(at(512, UNSURE), at(2048, BETTER))
     assert longer.length == 2048
     assert longer.sentence.startswith(
-        "Better than a plain window of the same bytes on texts of 2,048 tokens (on texts of 512 tokens no difference is "
-        "shown): it agrees"
+        "Better than a plain window of the same bytes on texts of 2,048 tokens (on texts of 512 tokens no difference "
+        "is shown): it agrees"
     )
 
 
