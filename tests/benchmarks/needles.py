@@ -39,22 +39,23 @@ from linearizer.train.distill import train
 from tests.benchmarks.real_judging import hide_number, kept_of
 from tests.benchmarks.real_texts import WORK, documents_to_judge, real_model
 
-ROWS = ("teacher", "student", "window", TWICE := "twice")  # the student, which reads each text twice
+ROWS = ("teacher", "student", "window")
+TWICE = "twice"  # the student, which reads each text twice
 
 
 def main(arguments=None):
-    given = arguments_of(__doc__).parse_args(arguments)
+    given = arguments_of(__doc__, (*ROWS, TWICE)).parse_args(arguments)
     given.work.mkdir(parents=True, exist_ok=True)
     for folder in given.runs or [given.work / f"needles-{given.budget}"]:
         with student_of(folder, given) as setup:
             print(f"{folder}: of {given.length:,} tokens\n{columns(ask_all(setup, given))}", flush=True)
 
 
-def arguments_of(about):
+def arguments_of(about, rows=ROWS):
     """Return the options of a command that asks a teacher, a student and a window in long texts."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="folders of runs, or new ones")
-    parser.add_argument("--rows", nargs="*", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--rows", nargs="*", choices=rows, default=list(rows))
     parser.add_argument("--model", help="of new runs, in the place of SmolLM2")
     parser.add_argument("--budget", type=int, default=256, help="of new runs")
     parser.add_argument("--run", nargs="*", default=[], metavar="NAME=VALUE", help="options of new runs: texts=2 …")
@@ -90,7 +91,7 @@ def ask_all(setup, given):
     """Return a line for every subject: at each depth and together, numbers found of asked, and the loss of digits."""
     lines = [["", *(f"{depth:.0%}" for depth in DEPTHS), "all"]]
     texts = texts_to_hide_in(setup.tokenizer, given)
-    subjects = dict(zip(ROWS, setup.subjects(given.length), strict=False))
+    subjects = dict(zip(ROWS, setup.subjects(given.length), strict=True))
     for row in given.rows:
         subject = subjects.get(row, subjects["student"])
         asked = [

@@ -74,11 +74,11 @@ def judge_all(setup, given):
 
 def judge_subjects(setup, ids, given):
     """Yield the name, KL and agreement of student and window, token by token."""
-    subjects, found = setup.subjects(given.length), {row: [] for row in ROWS[1:3]}
+    subjects, found = setup.subjects(given.length), {row: [] for row in ROWS[1:]}
     for text in ids.split(1):
         following = text[:, given.length + 1 :]
         logits = [read_end(subject, text, given.length, subject.fresh_cache())[:, :-1] for subject in subjects]
-        for row, own in zip(ROWS[1:3], logits[1:], strict=True):
+        for row, own in zip(ROWS[1:], logits[1:], strict=True):
             found[row].append(scores_of(own, logits[0], following.to(own.device)))
     for row, scores in found.items():
         yield row, torch.cat([each.kl for each in scores]), torch.cat([each.agreement for each in scores])

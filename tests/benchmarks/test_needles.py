@@ -31,7 +31,7 @@ def test_the_command_makes_a_student_and_says_what_each_row_finds(tmp_path, caps
     command = [str(tmp_path / "run"), *SMALL, "--work", str(tmp_path)]
     needles.main(command)
     first = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in first[2:]] == [*needles.ROWS]
+    assert [line.split()[0] for line in first[2:]] == [*needles.ROWS, needles.TWICE]
     assert all("/5 " in line and line.count("/1 ") == len(DEPTHS) for line in first[2:])
     needles.main([*command, "--rows", "teacher", "student"])
     assert capsys.readouterr().out.splitlines()[1:] == first[1:4], "a run is not made again"
