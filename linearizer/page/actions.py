@@ -25,7 +25,7 @@ from linearizer.page import limits, plan_cards, sending, zerogpu
 from linearizer.page.chat import answers, cards, chats
 from linearizer.page.chat.chats import Settings
 from linearizer.page.planning import ExaminedEncoder, examine_model, make_encoder_plan, make_plan
-from linearizer.page.visitors import Visitor, check_name, is_example, on_space
+from linearizer.page.visitors import Visitor, check_name, on_space
 from linearizer.plan.encoder_plan import EncoderInspection
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import ADJUSTABLE, Plan
@@ -42,10 +42,8 @@ Choice = str | int | float | bool | list[str] | list[int] | None
 Options = dict[str, Choice] | None
 Fact = str | int | float | bool | list | dict | None
 MAX_MODELS_FOUND = 20
-MEASURED_FILES = (  # of a run, and the same for every budget
-    *("profile.json", "prices.json", "gates.json"),
-    *("state/samples.safetensors", "state/texts.safetensors"),
-)
+PROFILE, SAMPLES = "profile.json", "state/samples.safetensors"  # are measured together
+MEASURED_FILES = (PROFILE, "prices.json", "gates.json", SAMPLES, "state/texts.safetensors")  # for every budget
 
 
 @dataclass(frozen=True)
@@ -142,9 +140,9 @@ def branch_run(visitor: Visitor, run: str, budget: int) -> str:
     """Start a run with another budget from what a run has measured, and return its name. budget: {budget}."""
     measured = visitor.find_run(run)
     plan_cards.require_profile(measured)
-    plan, files = replace(measured.plan, budget=budget, features=None), filter(measured.has_file, MEASURED_FILES)
-    if is_example(measured):  # it has lost the samples of its profile, which is measured again with them
-        files = filter("profile.json".__ne__, files)
+    plan, files = replace(measured.plan, budget=budget, features=None), [*filter(measured.has_file, MEASURED_FILES)]
+    if SAMPLES not in files:  # as of the example: the profile is measured again, with its samples
+        files.remove(PROFILE)
     with new_run(visitor, plan, ()) as branch, writing(branch.folder):
         for file in files:
             shutil.copyfile(measured.folder / file, branch.folder / file)

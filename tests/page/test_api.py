@@ -5,6 +5,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import sys
 import time
 import urllib.error
@@ -76,6 +77,15 @@ def test_a_measured_run_branches_into_another_budget_without_measuring_again(loc
     assert (folder / other / "profile.json").read_bytes() == (folder / run / "profile.json").read_bytes()
     assert "profiled" not in (folder / other / "events.jsonl").read_text()
     assert json.loads((folder / other / "plan.json").read_text())["budget"] == 96
+
+
+def test_a_run_that_lost_its_samples_branches_by_measuring_them_again_with_its_profile(local, done):
+    lost = Run(shutil.copytree(local.runs / done, local.runs / "lost"))
+    (lost.folder / "state" / "samples.safetensors").unlink()
+    client = client_of(local.url)
+    other = Run(local.runs / client.predict("lost", 96, api_name="/branch_run"))
+    assert ended(client, other.folder.name)["state"] == "done"
+    assert other.has_file("state/samples.safetensors") and other.read("profile.json") == lost.read("profile.json")
 
 
 def test_a_student_is_fetched_as_a_zip_by_an_address_that_nobody_can_guess(local, done):
