@@ -275,9 +275,10 @@ def merge(slots: Slots, kind: HeadKind, merging: Merging, stored: torch.dtype) -
     """
     if (excess := slots.k.shape[1] - kind.slots) <= 0:
         return slots
+    seen = slots.k @ merging.metric.mT
     with torch.no_grad():
-        pairs = choose_pairs(merging_costs(slots, merging), excess)
-    return merge_pairs(slots, pairs, kind, merging, stored)
+        pairs = choose_pairs(merging_costs(slots, seen, merging), excess)
+    return merge_pairs(slots, seen, pairs, kind, stored)
 
 
 Pairs = tuple[Tensor, Tensor, Tensor]  # slots that are removed, each one's partner, the order of those that stay
@@ -292,11 +293,10 @@ def choose_pairs(cost: Tensor, excess: int) -> Pairs:
     return removed, partner, gone.sort(dim=-1, stable=True).indices[:, : cost.shape[1] - excess]
 
 
-def merge_pairs(slots: Slots, pairs: Pairs, kind: HeadKind, merging: Merging, stored: torch.dtype) -> Slots:
-    """Merge slots into their partners."""
+def merge_pairs(slots: Slots, seen: Tensor, pairs: Pairs, kind: HeadKind, stored: torch.dtype) -> Slots:
+    """Merge slots into their partners; `seen` has their keys times the metric."""
     k, v, weight, spread = slots.k, slots.v, slots.weight, slots.spread
     removed, partner, order = pairs
-    seen = k @ merging.metric.mT
     into = weight.new_zeros(*partner.shape, k.shape[1]).scatter(2, partner[..., None], 1.0)  # (heads, removed, slots)
     total = weight + (into.mT @ take(weight, removed)[..., None])[..., 0]
 
@@ -314,7 +314,7 @@ def merge_pairs(slots: Slots, pairs: Pairs, kind: HeadKind, merging: Merging, st
     return Slots(*(take(x, order) for x in (k, v, total, spread)))
 
 
-def merging_costs(slots: Slots, merging: Merging) -> Tensor:
+def merging_costs(slots: Slots, seen: Tensor, merging: Merging) -> Tensor:
     """Compute the cost of merging each pair of slots: (heads, slots, slots).
 
     The error that a query sees grows with the weight of a pair, and with the distances of its keys (to queries) and
@@ -323,13 +323,13 @@ def merging_costs(slots: Slots, merging: Merging) -> Tensor:
     """
     importance = (slots.k @ merging.mean_query[:, :-1, None])[..., 0] - merging.mean_query[:, -1:]
     importance = importance.clamp(-MOST_IMPORTANT, MOST_IMPORTANT).exp()
-    return errors_of_pairs(slots, merging) * torch.maximum(importance[..., None], importance[:, None])
+    return errors_of_pairs(slots, seen) * torch.maximum(importance[..., None], importance[:, None])
 
 
-def errors_of_pairs(slots: Slots, merging: Merging) -> Tensor:
+def errors_of_pairs(slots: Slots, seen: Tensor) -> Tensor:
     """Compute the fourth power of the error of merging each pair of slots, wherever queries look."""
     inverse = slots.weight.reciprocal()
-    keys = squared_distances(slots.k @ merging.metric.mT).square() / (inverse[..., None] + inverse[:, None])
+    keys = squared_distances(seen).square() / (inverse[..., None] + inverse[:, None])
     return keys.square() * squared_distances(slots.v).clamp_min(TINY)
 
 

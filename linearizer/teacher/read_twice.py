@@ -196,9 +196,9 @@ def merge_by_needs(
     """Merge slots in rounds until they fit: a pair costs more, the more a token of one of them is needed."""
     while (count := slots.k.shape[1]) > kind.slots:
         fewer = max(kind.slots, int(count * (1 - REMOVED)))
-        need = (needs / slots.weight).clamp_min(LEAST) ** POWER
-        cost = errors_of_pairs(slots, merging) * torch.maximum(need[..., None], need[:, None])
+        seen, need = slots.k @ merging.metric.mT, (needs / slots.weight).clamp_min(LEAST) ** POWER
+        cost = errors_of_pairs(slots, seen) * torch.maximum(need[..., None], need[:, None])
         removed, partner, order = pairs = choose_pairs(cost, count - fewer)
-        slots = merge_pairs(slots, pairs, replace(kind, slots=fewer), merging, stored)
+        slots = merge_pairs(slots, seen, pairs, replace(kind, slots=fewer), stored)
         needs = take(needs.scatter_add(1, partner, take(needs, removed)), order)
     return slots, needs
