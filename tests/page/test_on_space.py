@@ -170,7 +170,7 @@ def test_a_space_says_its_limits_in_words(space, busy):
 def test_a_space_stops_what_works_too_long_by_itself_and_lets_it_go_on(space, busy):
     client = client_of(space.url)
     assert f"{SPACE_MINUTES} minutes each" in urllib.request.urlopen(space.url).read().decode()
-    run = client.predict("demo", 64, "Try it", {}, ANN, api_name="/start_run")
+    run = client.predict("demo", 64, "Thorough", {}, ANN, api_name="/start_run")
     begun = time.time() - 60 * SPACE_MINUTES - 1
     with (space.runs / hash_identity(f"secret {ANN}") / run / "events.jsonl").open("a") as log:
         log.write(json.dumps({"time": begun, "event": "started"}) + "\n")
