@@ -15,7 +15,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.mamba.abstract import MambaBase
-from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata, BaseMambaAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
@@ -36,6 +36,7 @@ class StepMetadata(BaseMambaAttentionMetadata):
 class StepMetadataBuilder(BaseMambaAttentionMetadataBuilder[StepMetadata]):
     metadata_cls = StepMetadata
     needs_causal_conv1d_metadata = False
+    _cudagraph_support = AttentionCGSupport.NEVER  # what a text needs changes as it grows: graphs hold other layers
 
     def __init__(self, spec: Any, names: list[str], vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(spec, names, vllm_config, device)
@@ -56,7 +57,7 @@ class StepMetadataBuilder(BaseMambaAttentionMetadataBuilder[StepMetadata]):
         metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
         rows = torch.cat([metadata.state_indices_tensor_d[:, 0], metadata.state_indices_tensor_p]).tolist()
         starts = common_attn_metadata.query_start_loc_cpu.tolist()
-        ends = common_attn_metadata.seq_lens.tolist()
+        ends = common_attn_metadata.seq_lens_cpu_upper_bound.tolist()  # exact, as nothing drafts tokens here
         metadata.texts = tuple(
             (row, begin, stop - begin, read - (stop - begin))
             for row, begin, stop, read in zip(rows, starts, starts[1:], ends, strict=False)

@@ -86,6 +86,27 @@ class StateRow:
             for kind, places in self.groups
         ]
 
+    def read_texts(
+        self, student: LayerStudent, pool: Tensor, rows: Tensor, counts: Tensor, least: int, *inputs: Any
+    ) -> Tensor:
+        """Read equally many tokens of some texts by the student's own code, and change their rows.
+
+        Before, the texts have read `counts` tokens, of which `least` are the fewest: 0 if none has read any.
+        """
+        copies = pool.index_select(0, rows)
+        states = self.read(copies, counts) if least else []
+        q, k, v, scale, *scores = inputs
+        out = LayerStudent.forward(student, q, k, v, scale, None, states, *scores)
+        self.write(copies, states)
+        pool.index_copy_(0, rows, copies)
+        return out
+
+    def stored(self, row: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values that a row (1, bytes) keeps in its ring: (heads, tokens, dim); all heads have the
+        same window."""
+        ((_, places),) = self.groups
+        return places["window_k"].view(row)[0], places["window_v"].view(row)[0]
+
     def write(self, rows: Tensor, states: list[Any]) -> None:
         """Copy the tensors of states into rows."""
         for state, (_, places) in zip(states, self.groups, strict=True):

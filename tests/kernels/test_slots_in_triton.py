@@ -90,7 +90,7 @@ def test_tokens_are_read_before_all_sinks_are_there(monkeypatch):
 
 def test_heads_may_have_no_sinks(monkeypatch):
     monkeypatch.setattr(layers, "SINKS", 0)
-    assert_alike("5 bits", monkeypatch)
+    assert_alike("5 bits", monkeypatch, ends=(1, 2, 15, 16, 24))
 
 
 class Operations(TorchDispatchMode):

@@ -127,12 +127,13 @@ def read_in_pool(dim, dtype, group, sinks, bits, tokens, window=64, slots=64, he
     k, q = draw(1, heads, tokens, dim, dtype=dtype), draw(1, heads, group, tokens, dim, dtype=dtype)
     block = max(16, slots // 8) if slots else 0
     pool, sizes = draw(1, 2**20, dtype=torch.uint8), [sinks, slots, block, window + slots, bits, window, block]
-    given, learned = (q, k, k, [0.125, 50.0], q, pool), (table, merging, turns)
+    texts, learned = [count, count], (table, merging, turns)  # counts stand for rows
+    given = q, k, k, [0.125, 50.0], q, pool, texts
     for rows in (None, draw(1, tokens, heads, group, 2).float())[: 1 + scored]:
         if tokens == 1:
-            token.launch_token(*given, count, *learned, sizes[:5], rows)
+            token.launch_token(*given, *learned, sizes[:5], rows)
         else:
-            text_slots.launch_text(*given, [count], *learned, sizes, rows)
+            text_slots.launch_text(*given, *learned, sizes, rows)
 
 
 def read_many_texts(dim=64, group=2):

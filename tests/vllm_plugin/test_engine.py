@@ -23,6 +23,8 @@ os.environ |= {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
 }
+from linearizer.kernels import trial  # noqa: E402
+from linearizer.kernels.triton.rows import PoolRow  # noqa: E402
 from linearizer.plan.head_bytes import Head  # noqa: E402
 from tests.support.altered import student_of as altered_of  # noqa: E402
 from tests.support.hybrids import HYBRIDS  # noqa: E402
@@ -179,6 +181,31 @@ def test_recurrent_layers_windows_and_capped_scores_are_the_teachers(family, tmp
         again, cached = answers(llm, prompts)
         assert again == [generated(model, ids) for ids in prompts] and cached[3] >= 64
         assert divergence(model, llm, prompts) < CLOSE
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # in rows that hold nothing
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_tritons_kernels_read_and_write_rows_in_place(family, tmp_path, monkeypatch):
+    """As on a GPU; without one their interpreter runs them. Prompts are within EXACT, beyond it, and become longer."""
+    monkeypatch.setattr(trial, "DEVICES", {"cpu"})
+    read_texts, batches = PoolRow.read_texts, set()
+
+    def see(row, student, pool, rows, counts, least, *inputs):
+        batches.add((len(rows), inputs[0].shape[2]))
+        return read_texts(row, student, pool, rows, counts, least, *inputs)
+
+    monkeypatch.setattr(PoolRow, "read_texts", see)
+    if family == "llama":
+        model = save(IN_C, tmp_path)
+    else:
+        (model := altered_of(family, IN_C)).save_pretrained(tmp_path)
+        model.generation_config.eos_token_id = None
+    prompts = [prompt(length, seed) for seed, length in enumerate((1, EXACT - 2, EXACT + 15, 70))]
+    with engine(tmp_path) as llm:
+        found = answers(llm, prompts, 5)[0]
+    monkeypatch.undo()
+    assert found == [generated(model, ids, 5) for ids in prompts]
+    assert {tokens for _, tokens in batches} > {1} and max(texts for texts, _ in batches) > 1
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two processes of vLLM need two cores")

@@ -135,7 +135,7 @@ def prepare_token(
 ):
     """Merge the block that leaves the window before the next token, if any, in the first program of a head, and turn
     the token in the others; grid (text and head, 1 + parts of the dimensions)."""
-    pool_ptr, count_ptr, table_ptr = pool
+    table_ptr = pool[2]
     if tl.program_id(1) == 0:
         merge_leaving(pool, merging, workspace, codes_ptr, H, BYTES, SINKS, C)
     elif C.TURNED:
@@ -149,11 +149,11 @@ def prepare_token(
 @triton.jit
 def merge_leaving(pool, merging, workspace, codes_ptr, H, BYTES, SINKS, C: tl.constexpr):
     """Merge the block that leaves the window of a head before the next token, if any."""
-    pool_ptr, count_ptr, table_ptr = pool
+    pool_ptr, count_ptr, table_ptr, row_ptr = pool
     metric_ptr, gain_ptr = merging
     float_ptr, list_ptr, ROOM = workspace
     program = tl.program_id(0).to(tl.int64)
-    field_ptr, start_ptr = table_ptr + program % H * FIELDS, pool_ptr + program // H * BYTES
+    field_ptr, start_ptr = table_ptr + program % H * FIELDS, pool_ptr + tl.load(row_ptr + program // H) * BYTES
     tokens, window = tl.load(count_ptr + program // H).to(tl.int32), tl.load(field_ptr + WINDOW).to(tl.int32)
     slots, block = tl.load(field_ptr + SLOTS).to(tl.int32), tl.load(field_ptr + BLOCK).to(tl.int32)
     if (block > 0) & (tokens >= window) & ((tokens - window) % tl.maximum(block, 1) == 0):

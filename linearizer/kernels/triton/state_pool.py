@@ -7,6 +7,7 @@ from the number of tokens read when to merge, and every token takes the same lau
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,14 +74,20 @@ class PoolLayout:
             kind, groups, end, places, torch.tensor(table, device=k.device), sizes_of(sinks, table), [], []
         )
 
+    @property
+    def first_tokens(self) -> int:
+        """How many tokens of a text the kernels for texts have to read."""
+        return max(self.sizes[0], 1)
+
     def views(self, pool: Tensor) -> dict[int, dict[str, Tensor]]:
-        """Return the views of a pool (batch, row_bytes) that are all tensors of each group's heads, by name."""
+        """Return the views of a pool (rows, row_bytes) that are all tensors of each group's heads, by name."""
         views: dict[int, dict[str, Tensor]] = {index: {} for index in self.groups}
         typed = {dtype: pool.view(dtype) for dtype in {place[3] for place in self.places.values()}}
         for (index, name), (begin, size, shape, dtype) in self.places.items():
             heads, width = len(self.groups[index].heads), dtype.itemsize
-            strides = self.row_bytes // width, size // width, *([shape[-1]] if len(shape) > 1 else []), 1
-            views[index][name] = typed[dtype].as_strided((len(pool), heads, *shape), strides, begin // width)
+            strides = pool.stride(0) // width, size // width, *([shape[-1]] if len(shape) > 1 else []), 1
+            place = typed[dtype].storage_offset() + begin // width
+            views[index][name] = typed[dtype].as_strided((len(pool), heads, *shape), strides, place)
         return views
 
     def find_merging(self, scale: float, work: torch.dtype) -> list[Tensor]:
@@ -101,7 +108,8 @@ class PoolLayout:
 
 @dataclass
 class StatePool:
-    pool: Tensor  # (batch, bytes)
+    pool: Tensor  # (rows, bytes)
+    rows: Tensor  # (batch,) of the pool: those of the texts
     count: Tensor  # (batch,) tokens read, as all states have it
     layout: PoolLayout
     merging: list[Tensor]  # PoolLayout.merging
@@ -110,7 +118,7 @@ class StatePool:
     dims: tuple[int, int]  # of keys and values
     views: dict[int, dict[str, Tensor]]  # of the pool
     windows: dict[int, Tensor]  # window_k of each group's state
-    missing: int  # the most tokens that a text still has to read to fill its sinks
+    missing: int  # the most of its first tokens that a text still has to read
 
     def __reduce__(self) -> tuple:
         """Become None in a copy, whose states lie elsewhere."""
@@ -130,6 +138,7 @@ class StatePool:
         pool = torch.zeros(len(k), layout.row_bytes, dtype=torch.uint8, device=k.device)
         result = StatePool(
             pool,
+            first_rows(len(k), k.device),
             torch.zeros(len(k), dtype=torch.long, device=k.device),
             layout,
             layout.find_merging(scale, work),
@@ -138,7 +147,7 @@ class StatePool:
             dims,
             layout.views(pool),
             {},
-            layout.sizes[0],
+            layout.first_tokens,
         )
         if memory[min(served)] is not None:
             result.lay(0, memory, scale)
@@ -150,7 +159,8 @@ class StatePool:
     def copy(self, change: Callable[[Tensor], Tensor]) -> StatePool:
         """Return a pool of its own; `change` copies the texts (first axis) of the states."""
         pool, count = change(self.pool), change(self.count)
-        return replace(self, pool=pool, count=count, views=self.layout.views(pool), windows={})
+        rows, views = first_rows(len(pool), pool.device), self.layout.views(pool)
+        return replace(self, pool=pool, rows=rows, count=count, views=views, windows={})
 
     def show(self, memory: list) -> None:
         """Let a layer's states be those of this pool."""
@@ -200,26 +210,34 @@ class StatePool:
         the layer."""
         layout, tokens = self.layout, q.shape[-2]
         scales, operands = [scale, cap], (layout.table, self.merging, self.turns)
+        texts = [self.rows, self.count]
         if self.reads_token(tokens, real):
-            launch_token(q, k, v, scales, out, self.pool, self.count, *operands, layout.sizes[:5], scored)
+            launch_token(q, k, v, scales, out, self.pool, texts, *operands, layout.sizes[:5], scored)
             self.count.add_(1)
         elif real is None:
-            launch_text(q, k, v, scales, out, self.pool, [self.count], *operands, layout.sizes, scored)
+            launch_text(q, k, v, scales, out, self.pool, texts, *operands, layout.sizes, scored)
             self.count.add_(tokens)
             self.missing = max(self.missing - tokens, 0)
         else:
             added, order = real.sum(-1), real.to(torch.int8).argsort(dim=-1, stable=True)
-            ends = [self.count, added, order]
-            launch_text(q, k, v, scales, out.zero_(), self.pool, ends, *operands, layout.sizes, scored)
+            texts += [added, order]
+            launch_text(q, k, v, scales, out.zero_(), self.pool, texts, *operands, layout.sizes, scored)
             self.count.add_(added)
 
     def reads_token(self, tokens: int, real: Tensor | None) -> bool:
-        """Whether the kernels for a token can read this: they write no sinks."""
+        """Whether the kernels for a token can read this: they write neither sinks nor the levels of an empty state."""
         if tokens > 1 or real is not None:
             return False
         if self.missing and not is_traced():
-            self.missing = max(self.layout.sizes[0] - int(self.count.min()), 0)
+            self.missing = max(self.layout.first_tokens - int(self.count.min()), 0)
         return not self.missing
+
+
+@functools.lru_cache(maxsize=32)
+@torch.inference_mode(False)  # so that graphs may read it
+def first_rows(count: int, device: torch.device) -> Tensor:
+    """Return the indices of the first rows: those of the texts in a pool of their own."""
+    return torch.arange(count, device=device)
 
 
 def sizes_of(sinks: int, table: list[list[int]]) -> list[int]:

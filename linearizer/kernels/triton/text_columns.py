@@ -128,10 +128,11 @@ def lay_tile(inputs, head, turns, columns, tokens, places, SINKS, bits, KIND: tl
 @triton.jit
 def head_of(pool):
     """Return the program's index, its text, pointers to its head's fields and its text's bytes, and its bits."""
-    pool_ptr, table_ptr, H, BYTES, _ = pool
+    pool_ptr, table_ptr, H, BYTES, _, row_ptr = pool
     program = tl.program_id(0).to(tl.int64)
-    field_ptr, start_ptr = table_ptr + program % H * FIELDS, pool_ptr + program // H * BYTES
-    return program, program // H, field_ptr, start_ptr, tl.load(field_ptr + BITS_KEPT).to(tl.int32)
+    text, field_ptr = program // H, table_ptr + program % H * FIELDS
+    start_ptr = pool_ptr + tl.load(row_ptr + text) * BYTES
+    return program, text, field_ptr, start_ptr, tl.load(field_ptr + BITS_KEPT).to(tl.int32)
 
 
 @triton.jit

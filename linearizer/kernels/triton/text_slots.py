@@ -362,20 +362,20 @@ def text_constants(
 
 @on_device_of_first
 def launch_text(
-    q: Tensor, k: Tensor, v: Tensor, scales: list[float], out: Tensor, pool: Tensor, ends: list[Tensor],
+    q: Tensor, k: Tensor, v: Tensor, scales: list[float], out: Tensor, pool: Tensor, texts: list[Tensor],
     table: Tensor, merging: list[Tensor], turns: list[Tensor], sizes: list[int], scored: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Read a text with the heads of a pool (state_pool.py), write outputs into `out`, and update the pool's states.
 
-    `ends` has the count of the tokens read; where texts have padding, also that of their real tokens, (batch,), and
-    the order that puts these last, (batch, tokens). `scales` and `scored` as of a token (token.py).
+    `texts` as of a token (token.py); where they have padding, also the count of their real tokens, (batch,), and the
+    order that puts these last, (batch, tokens). So are `scales` and `scored`.
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    (texts, bytes), heads, work, (scale, cap) = pool.shape, len(table), working_dtype(k), scales
-    sinks, slots, block, _, least, window, least_block = sizes
-    dims, group, tokens, programs = (q.shape[-1], v.shape[-1]), q.shape[2], q.shape[-2], texts * heads
+    bytes, heads, work, (scale, cap) = pool.stride(0), len(table), working_dtype(k), scales
+    (rows, *ends), (sinks, slots, block, _, least, window, least_block) = texts, sizes
+    dims, group, tokens, programs = (q.shape[-1], v.shape[-1]), q.shape[2], q.shape[-2], len(rows) * heads
     length, width, like = block or LEAST_PERIOD, window + tokens, q.new_empty(0, dtype=work)
-    layout, is_padded = (pool, table, heads, bytes, sinks), len(ends) > 1
+    layout, is_padded = (pool, table, heads, bytes, sinks, rows), len(ends) > 1
     counts = tuple(ends if is_padded else ends * 3)  # placeholders are not read
     turning = *(turns or [like] * 6), scale, scale**0.5
     form = padded(sinks), length, k.dtype, least, bool(turns), is_padded

@@ -65,12 +65,13 @@ def attend_rows(
 ):
     """Attend to the sinks and rows of one part of a head that keeps numbers in the given bits."""
     q_ptr, k_ptr, v_ptr, q_text, q_head, q_group, k_text, k_head, v_text, v_head, scored = inputs
-    pool_ptr, count_ptr, table_ptr = pool
+    pool_ptr, count_ptr, table_ptr, row_ptr = pool
     BYTES, EACH = sizes
     TURNED: tl.constexpr = C.TURNED and KIND < 16
     SINKS_TYPE: tl.constexpr = tl.pointer_type(C.KEPT if KIND == 16 else tl.bfloat16)
     program, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    text, field_ptr, start_ptr = program // H, table_ptr + program % H * FIELDS, pool_ptr + program // H * BYTES
+    text, field_ptr = program // H, table_ptr + program % H * FIELDS
+    start_ptr = pool_ptr + tl.load(row_ptr + text) * BYTES
     head, window = tl.load(field_ptr + HEAD), tl.load(field_ptr + WINDOW)
     place, ROWS = (tl.load(count_ptr + text) % window).to(tl.int32), (window + tl.load(field_ptr + SLOTS)).to(tl.int32)
     keys_ptr = start_ptr + tl.multiple_of(tl.load(field_ptr + KEYS), ALIGNED)
@@ -146,8 +147,7 @@ def scored_at(scored, text, head, og):
 @triton.jit(do_not_specialize=["H", "SINKS"])
 def attend_part(inputs, pool, turned_ptr, part_ptr, codes_ptr, H, SINKS, sizes, scale, C: tl.constexpr):
     """Attend to the sinks and rows of one part; grid (text and head, part)."""
-    pool_ptr, count_ptr, table_ptr = pool
-    bits = tl.load(table_ptr + tl.program_id(0) % H * FIELDS + BITS_KEPT).to(tl.int32)
+    bits = tl.load(pool[2] + tl.program_id(0) % H * FIELDS + BITS_KEPT).to(tl.int32)
     call_for_kind(attend_rows, (inputs, pool, turned_ptr, part_ptr, codes_ptr, H, SINKS, sizes, scale), bits, C)
 
 
@@ -192,23 +192,25 @@ def join_parts(part_ptr, out, table_ptr, value_middle_ptr, matrix_ptr, scored, H
 
 
 @as_custom_op(
-    "(Tensor q, Tensor k, Tensor v, float[] scales, Tensor(a!) out, Tensor(b!) pool, Tensor count, Tensor table, "
+    "(Tensor q, Tensor k, Tensor v, float[] scales, Tensor(a!) out, Tensor(b!) pool, Tensor[] texts, Tensor table, "
     "Tensor[] merging, Tensor[] turns, int[] sizes, Tensor? scored=None) -> ()"
 )
 @on_device_of_first
 def launch_token(
-    q: Tensor, k: Tensor, v: Tensor, scales: list[float], out: Tensor, pool: Tensor, count: Tensor, table: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, scales: list[float], out: Tensor, pool: Tensor, texts: list[Tensor], table: Tensor,
     merging: list[Tensor], turns: list[Tensor], sizes: list[int], scored: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Store a token in the pool of a layer (state_pool.py), attend with it, and write the results into `out`.
 
     A block that leaves a window is merged first. The device decides this, so every token has the same launches.
-    `scales` has that of scores and their cap, or 0; `scored` as `scored_rows` of state_pool.py makes it.
+    `texts` has their rows in the pool, and how many tokens each has read, (batch,). `scales` has that of scores and
+    their cap, or 0; `scored` is what `scored_rows` of state_pool.py makes.
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    (texts, bytes), heads, work, (scale, cap) = pool.shape, len(table), working_dtype(k), scales
-    sinks, slots, block, rows, least = sizes
-    dims, group, programs, layout = (q.shape[-1], v.shape[-1]), q.shape[2], texts * heads, (pool, count, table)
+    bytes, heads, work, (scale, cap) = pool.stride(0), len(table), working_dtype(k), scales
+    (rows, count), (sinks, slots, block, most, least) = texts, sizes
+    dims, group, programs = (q.shape[-1], v.shape[-1]), q.shape[2], len(rows) * heads
+    layout = pool, count, table, rows
     inputs = q, k, v, *q.stride()[:3], *k.stride()[:2], *v.stride()[:2]
     widths, like = sum(map(padded, dims)), q.new_empty(0, dtype=work)
     turned = like
@@ -226,9 +228,9 @@ def launch_token(
             (scale, scale**0.5), constants, **merging_launch(),
         )  # fmt: skip
     rows_at_once = max(16, NUMBERS_AT_ONCE // padded(max(dims)))
-    parts = max(1, min(count_parts(rows, rows_at_once), PROGRAMS // programs))
-    rows_of_part = count_parts(count_parts(rows, parts), rows_at_once) * rows_at_once
-    parts = count_parts(rows, rows_of_part)
+    parts = max(1, min(count_parts(most, rows_at_once), PROGRAMS // programs))
+    rows_of_part = count_parts(count_parts(most, parts), rows_at_once) * rows_at_once
+    parts = count_parts(most, rows_of_part)
     form = padded(sinks), work, k.dtype, least, bool(turns), scored is not None, cap > 0
     constants = token_constants(dims, group, rows_at_once, *form)
     given = (like, cap, 0, 0) if scored is None else (scored, cap, *scored.stride()[:3:2])
