@@ -161,7 +161,9 @@ def text_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> tuple[fl
     plan = plan.sized(inspection.max_positions)
     layers, length = inspection.replaced_layers, plan.resolved_length(None)
     attention = sum(2 * layer.all_queries * (layer.key_dim + layer.value_dim) for layer in layers) * length
-    teacher = length * (2 * inspection.active + attention) / product_speed(plan, inspection, speeds)
+    products = product_speed(plan, inspection, speeds)
+    attended = min(products, speeds.products) if device_kind(plan.device) == "cpu" else products
+    teacher = length * (2 * inspection.active / products + attention / attended)  # bf16 does not help SDPA on a CPU
     student = length * sum(layer.kv_heads * layer.key_dim for layer in layers) / SIZE / speeds.students
     return teacher, student, len(drawn_places(length)) * LOGIT_OPERATIONS * inspection.vocabulary / speeds.products
 
