@@ -23,7 +23,7 @@ from linearizer.run.measured import Candidate, Candidates
 from linearizer.run.training_end import Trained, read_training
 from linearizer.run.weight_digests import DIGESTS, read_digests
 from linearizer.teacher.devices import choose_dtype
-from linearizer.train.trainer import NEWEST
+from linearizer.train.training_state import NEWEST
 from linearizer.workers import control
 from tests.support import runs
 from tests.support.hub import Handler

@@ -34,7 +34,8 @@ from linearizer.teacher.ranks import ALONE, Ranks
 from linearizer.train.lora import add_adapters, remove_adapters
 from linearizer.train.losses import EXCESS_NAMES
 from linearizer.train.settings import TrainingResult, TrainingSettings, training_settings
-from linearizer.train.trainer import NEWEST, PREVIOUS, Losses, Trainer, read_state, write_state
+from linearizer.train.trainer import Losses, Trainer
+from linearizer.train.training_state import NEWEST, PREVIOUS, read_state, write_state
 
 TRAIN = "train"  # what rank 0 asks for: `train_share`
 NEVER: Callable[[int], bool] = lambda step: False  # noqa: E731

@@ -12,8 +12,10 @@ End to end, on the hidden states from which the logits are made, a few tokens' l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -27,12 +29,13 @@ from linearizer.student.columns import EMPTY
 from linearizer.student.feature_maps import FeatureGroup, ScaledMap
 from linearizer.student.features_torch import attend_text_with_features
 from linearizer.student.layer_student import LayerStudent
-from linearizer.teacher.layers import featured, matrix
+from linearizer.teacher.layers import blocks_of, featured, matrix
 from linearizer.train.attention_loss import MIN_PRODUCT, attention_loss, multiply, products_of_features
 
 EXCESS_NAMES = {"softmax": "attention_error", "logits": "kl"}  # of the excess that is a KL divergence, by its loss
 LARGEST_LOG = 40.0  # of a kernel over its largest value: its square is finite in fp32
 TRAINED_LOGITS = 2**23  # in memory at once, in fp32, with their gradients
+STUDENT_WIDTHS = 40  # numbers in the graph of a student's block for each token, in sizes of its hidden state
 
 Tensor = torch.Tensor
 
@@ -171,6 +174,21 @@ class LogitHead:
 def hidden_states(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Run a model without its output embedding: (batch, tokens, hidden)."""
     return model.base_model(input_ids=ids, use_cache=False)[0]
+
+
+@contextmanager
+def recomputed_blocks(model: PreTrainedModel) -> Iterator[None]:
+    """Keep of each block only what it receives: backward computes it again, and holds the graph of one at a time."""
+    blocks = [(block, block.__dict__.get("forward")) for block in blocks_of(model)]
+    for block, _ in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+    try:
+        yield
+    finally:
+        for block, own in blocks:
+            del block.forward
+            if own is not None:  # of a library that moves weights
+                block.forward = own
 
 
 def logits_loss(head: Callable[[Tensor], Tensor], hidden: Tensor, teacher: Tensor) -> Tensor:

@@ -3,38 +3,33 @@
 A layerwise step is one forward pass of the teacher. Each layer's loss is computed and differentiated while the layer
 attends, on its own queries, keys and values, and is freed before the next layer begins. A layer whose training diverges
 returns to its last good state. Ranks share the layers, or the texts of an end-to-end step, and take each step together.
-The state of a training is a file of tensors and facts with a digest of itself, replaced at once; the previous file
-serves if the newest is damaged.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from linearizer.errors import FaultError
-from linearizer.hub.weight_files import read_tensors, write_tensors
 from linearizer.method.choose import in_float32
-from linearizer.plan.json_products import parse_json
-from linearizer.run.files import writing
+from linearizer.run.disk import NUMBER
 from linearizer.run.stopping import is_out_of_memory
 from linearizer.student.attention_interface import attention_modules
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
-from linearizer.teacher.layers import featured, layer_number, output_projections
+from linearizer.teacher.layers import blocks_of, featured, layer_number, output_projections
 from linearizer.teacher.logits import PROBE_TOKENS, drawn_places
 from linearizer.teacher.observing import attending_as_teacher, observing
+from linearizer.teacher.ram import free_bytes
 from linearizer.teacher.ranks import ALONE, Ranks
 from linearizer.train.lora import without_adapters
 from linearizer.train.losses import (
+    STUDENT_WIDTHS,
     AttentionInputs,
     LayerLoss,
     LogitHead,
@@ -42,11 +37,12 @@ from linearizer.train.losses import (
     hidden_states,
     layer_loss,
     logits_loss,
+    recomputed_blocks,
 )
 from linearizer.train.settings import LAYERWISE, TrainingSettings, draw_batch, rate_share, window_share
+from linearizer.train.training_state import TrainingState
 
 Losses = dict[str, dict[int, float]]  # "loss" and "excess" of every layer
-NEWEST, PREVIOUS = "training.safetensors", "training.before.safetensors"
 COPY_EVERY = 10  # steps between copies of a good state
 HIGH = 10.0  # times the loss at the start: above it a loss counts as high
 NOISE = 1e-3  # a loss below this is noise: it may grow without counting as high
@@ -73,6 +69,8 @@ class Trainer:
         if settings.loss == "output":
             self.projections = output_projections(self.student, probe)
         self.head = None if self.layerwise else LogitHead(self.student, probe)
+        width = STUDENT_WIDTHS * student.config.get_text_config().hidden_size * len(blocks_of(student))
+        self.recomputes = NUMBER * width * settings.batch * texts.shape[1] > free_bytes(self.device) / 2
 
     def take_step(self) -> tuple[Losses, list[str]]:
         """Take one step; return its losses, and sentences about what went wrong."""
@@ -203,10 +201,13 @@ class Trainer:
                 raise FaultError(
                     "the teacher's hidden states are not finite: load it in float32, or repair its weights"
                 )
-        with narrower_windows(self.student, keep):
+        with (
+            narrower_windows(self.student, keep),
+            recomputed_blocks(self.student) if self.recomputes else nullcontext(),
+        ):
             hidden = hidden_states(self.student, ids)
-        loss = direct_loss(self.head, hidden, ids) if teacher is None else logits_loss(self.head, hidden, teacher)
-        (loss * share).backward()
+            loss = direct_loss(self.head, hidden, ids) if teacher is None else logits_loss(self.head, hidden, teacher)
+            (loss * share).backward()
         return dict.fromkeys(self.active(), LayerLoss(loss.detach(), loss.detach()))
 
     @torch.no_grad()
@@ -279,44 +280,6 @@ def without_denormals() -> Iterator[None]:
         yield
     finally:
         torch.set_flush_denormal(before)
-
-
-@dataclass(frozen=True)
-class TrainingState:
-    """Tensors by name, and everything else as JSON."""
-
-    tensors: Mapping[str, torch.Tensor]
-    facts: Mapping[str, Any]
-    warning: str | None = None  # the damage of a newer state
-
-
-def write_state(folder: Path, state: TrainingState) -> None:
-    """Write a state, and keep the one before it."""
-    with writing(folder):
-        folder.mkdir(exist_ok=True)  # without its parents: a deleted run stays deleted
-        if (folder / NEWEST).exists():
-            (folder / NEWEST).replace(folder / PREVIOUS)
-    write_tensors(folder / NEWEST, state.tensors, json.dumps(dict(state.facts)))
-
-
-def read_state(folder: Path) -> TrainingState | None:
-    """Read the newest state that is undamaged; return None if none was ever written."""
-    paths = [folder / name for name in (NEWEST, PREVIOUS) if (folder / name).exists()]
-    damage = []
-    for path in paths:
-        try:
-            tensors, facts = read_tensors(path)
-            parsed = parse_json(facts)
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
-            damage.append(f"{path.name} is damaged ({error})")
-            continue
-        warning = f"{'; '.join(damage)}: going on from {path.name}" if damage else None
-        return TrainingState(tensors, parsed, warning)
-    if not paths:
-        return None
-    raise FaultError(
-        f"no state in {str(folder)!r} can be used: {'; '.join(damage)}: remove it, and the training begins again"
-    )
 
 
 @dataclass

@@ -32,6 +32,7 @@ from linearizer.teacher.devices import choose_device, describe_device, describe_
 from linearizer.teacher.logits import MAX_LOGITS, drawn_places
 from linearizer.teacher.ram import free_bytes
 from linearizer.teacher.streaming import bytes_for_weights, bytes_in_memory, rooms_for_weights, streams
+from linearizer.train.losses import STUDENT_WIDTHS, TRAINED_LOGITS
 
 SIZE = 64  # of the heads for measuring a student's speed
 SPECTRUM_POINTS = 512  # of the sample that the speed of degrees of freedom is measured on
@@ -251,7 +252,8 @@ def run_memory(plan: Plan, inspection: Inspection) -> float:
         rows = max((layer.query_heads * length * length for layer in layers), default=0) * plan.batch * NUMBER * 3
     if plan.resolved_lora:
         learnt = plan.learnt_length
-        graph = plan.batch * learnt * (NUMBER * width * GRAPH_WIDTHS * len(inspection.layers) + 2 * token)
+        kept = len(inspection.layers) + STUDENT_WIDTHS  # of all blocks, and of the graph of one
+        graph = NUMBER * (plan.batch * learnt * width * kept + LOGITS * TRAINED_LOGITS)
         weights *= 2  # a student is judged with its teacher's own weights
     sample = 6 * 8 * plan.samples**2
     work = max(sample, judging, pricing, rows, graph)

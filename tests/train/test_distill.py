@@ -12,9 +12,11 @@ from linearizer.student.feature_maps import FEATURE_MAPS
 from linearizer.student.layer_student import LayerStudent
 from linearizer.student.update_rules import UPDATE_RULES
 from linearizer.teacher.observing import attending
+from linearizer.train import trainer
 from linearizer.train.distill import distill
 from linearizer.train.settings import END_TO_END, LAYERWISE, RATES, TrainingSettings
 from linearizer.train.trainer import MAX_HIGH_STEPS
+from tests.support.hybrids import student_of as hybrid_of
 from tests.support.models import WHOLE, teacher_of, tokens
 from tests.support.training import FEW, TEXT, a_student, assert_equal_weights, weights
 
@@ -172,6 +174,28 @@ def test_adapters_stay_only_where_the_student_is_better_with_them(rate, steps):
     else:
         assert with_them > without and "left out" in trained.events[-1]
         assert_equal_weights(after, before)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next", "gemma3n_text"])
+def test_blocks_that_are_computed_again_for_their_gradients_learn_alike(family, monkeypatch):
+    """Where memory has no room for the graphs of all blocks; a block of gemma3n may read another one's state."""
+    how = TrainingSettings(loss="logits", lora=2, steps=3, warmup=0)
+    forward, results = LayerStudent.forward, []
+
+    def count(*given):
+        calls.append(torch.is_grad_enabled())
+        return forward(*given)
+
+    monkeypatch.setattr(LayerStudent, "forward", count)
+    heads = [Head(window=4, slots=8), Head(window=6, bits=8)]
+    for free in (2**60, 0):
+        student, calls = a_student(heads=heads) if family == "llama" else hybrid_of(family, heads), []
+        monkeypatch.setattr(trainer, "free_bytes", lambda device, free=free: free)
+        finish(distill(student, TEXT, how))
+        results.append((weights(student), sum(calls)))
+    (kept, few), (again, many) = results
+    assert many == 2 * few
+    assert_equal_weights(again, kept)
 
 
 def test_a_stopped_training_leaves_no_adapters():

@@ -11,7 +11,7 @@ from linearizer.errors import FaultError, RequestError
 from linearizer.progress import finish
 from linearizer.train.distill import distill
 from linearizer.train.settings import TrainingSettings
-from linearizer.train.trainer import NEWEST, PREVIOUS
+from linearizer.train.training_state import NEWEST, PREVIOUS
 from tests.support.damage import cut, flip_bit
 from tests.support.models import tokens
 from tests.support.training import FEW, TEXT, a_student, assert_equal_weights, weights
