@@ -31,8 +31,9 @@ class Ranks:
     group: Any = None  # of torch.distributed
 
     def share(self, items: Sequence[Item]) -> Sequence[Item]:
-        """Return the items of this rank."""
-        return items[self.number :: self.count]
+        """Return the items of this rank, which follow each other; rank 0 has some if there are any."""
+        begin, end = (-(-len(items) * number // self.count) for number in (self.number, self.number + 1))
+        return items[begin:end]
 
     def hear(self, value: Any = None) -> Any:
         """Return the value of rank 0, which all ranks call together."""
@@ -54,8 +55,7 @@ class Ranks:
 
     def gather_shares(self, share: Sequence[Item]) -> list[Item]:
         """Return all items in their order, of which each rank has the share that `share` gave it."""
-        shares = self.gather(share)
-        return [shares[place % self.count][place // self.count] for place in range(sum(map(len, shares)))]
+        return [item for of_rank in self.gather(share) for item in of_rank]
 
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace tensors by their sums over all ranks, which call this together; all get the same bits."""
