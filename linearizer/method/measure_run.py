@@ -55,8 +55,7 @@ def measure_profile(
 ) -> Steps[Measurement]:
     """Measure the attention of a model on texts; the samples may also keep the whole first text.
 
-    Ranks share the texts, and then the layers. No text or layer is measured with another, so all numbers of ranks
-    measure the same.
+    Ranks share the texts, and then the layers.
     """
     recorder = yield from record_samples(model, texts, layers, settings, keep_text, ranks)
     profiles = yield from profile_layers(model, recorder.samples, settings, ranks)

@@ -1,8 +1,9 @@
 """Ranks: the processes that work on a run together, each on a device of its own, numbered as torch.distributed does.
 
 Rank 0 has the run: it alone decides, logs and writes products. It tells the other ranks what to do, does its own share,
-and gathers theirs. They send each other a few kilobytes over gloo, whatever their devices. Where a rank ends, the next
-call of each other rank fails.
+and gathers theirs. What is shared is a list of parts that are computed one by one, so that the results do not depend on
+the number of ranks. They send each other little, over gloo, whatever their devices: only the samples of a profile and
+the gradients of an end-to-end loss are large. Where a rank ends, the next call of each other rank fails.
 """
 
 from __future__ import annotations
