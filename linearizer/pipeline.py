@@ -6,9 +6,10 @@ student is evaluated, and compared with its teacher.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ from linearizer.evaluate.side_by_side import Reader, write_in_turns
 from linearizer.evaluate.subjects import Setup, assembled, environment
 from linearizer.hub.models import find_model, local_weight_files
 from linearizer.method import checkpoint
-from linearizer.method.allocate_run import PRICE, allocate, price_share
-from linearizer.method.choose import COMPARE, compare_share
+from linearizer.method.allocate_run import allocate, price_share, try_share
+from linearizer.method.choose import compare_share
 from linearizer.method.decide import decide
 from linearizer.method.initialise import initialise
-from linearizer.method.measure_run import measure_teacher
+from linearizer.method.measure_run import measure_teacher, profile_share
 from linearizer.method.recorder import samples_of
 from linearizer.method.texts import TextsOfRun, texts_to_learn
 from linearizer.plan.allocation import Allocation
@@ -47,7 +48,7 @@ from linearizer.teacher.load import Teacher, load_config, load_teacher_of
 from linearizer.teacher.picture_prompts import make_prompt
 from linearizer.teacher.ranks import ALONE, Ranks
 from linearizer.teacher.streaming import spreads, streams
-from linearizer.train.distill import TRAIN, train, train_share
+from linearizer.train.distill import train, train_share
 
 
 def inspect(model: str, token: str | None = None, text_only: bool = False) -> Inspection:
@@ -140,10 +141,11 @@ def make_student(run: Run, token: str | None, ranks: Ranks = ALONE) -> Steps[Non
     weights = run.inspection, run.plan.dtype, run.plan.device
     if streams(*weights) or spreads(*weights):  # more processes do not read a disk faster, or no device is free
         ranks = ALONE
+    ranks.hear(True)  # so the others load the teacher meanwhile
     with interruptible(run):
         teacher = load_teacher_of(run.plan, token, run.inspection)
-    texts = TextsOfRun.of(run, teacher, token, JUDGING.texts)
-    yield from measure_teacher(run, teacher, texts)
+    texts = ranks.hear(TextsOfRun.of(run, teacher, token, JUDGING.texts))
+    yield from measure_teacher(run, teacher, texts, ranks)
     allocation = yield from allocate(run, teacher, texts, ranks)
     student = begin_student(run, teacher, allocation)
     yield from train(run, student, allocation, texts, ranks)
@@ -190,28 +192,32 @@ def setup_of(
 
 def follow(run: Run, ranks: Ranks, token: str | None = None) -> None:
     """Do this rank's shares of the work on a run, as rank 0 asks for them, until it asks for nothing more."""
-    student = None
-    request = ranks.hear()
-    if request is None:
+    if not ranks.hear():
         return
     teacher = load_teacher_of(run.plan, token, run.inspection)
-    texts = TextsOfRun.of(run, teacher, token, JUDGING.texts)
-    while request is not None:
-        kind, *details = request
-        if kind == PRICE:
-            work_on_share(run, price_share(run, teacher, texts.priced, details[0], ranks))
-            ranks.gather(None)
-        elif kind == COMPARE:
-            work_on_share(run, compare_share(run, teacher, texts.compared, details[0], ranks))
+    texts: TextsOfRun = ranks.hear()
+
+    @cache
+    def student() -> LinearizedForCausalLM:
+        made = begin_student(run, teacher, run.require_allocation())
+        initialise(made, samples_of(run))
+        return made
+
+    shares: Mapping[EventName, Callable[..., Steps[Any]]] = {
+        EventName.PROFILE: lambda: profile_share(run, teacher, texts.profiled, ranks),
+        EventName.TRY: lambda students: try_share(run, teacher, texts.priced, students, ranks),
+        EventName.PRICE: lambda sinks: price_share(run, teacher, texts.priced, sinks, ranks),
+        EventName.CHECK: lambda allocations: compare_share(run, teacher, texts.compared, allocations, ranks),
+        EventName.DISTILL: lambda number, begun: train_share(run, student(), texts, number, begun, ranks),
+        EventName.EVALUATE: lambda: judge_share(setup_of(run, teacher, student(), texts, ranks, token)),
+    }
+    while request := ranks.hear():
+        step, *details = request
+        steps = shares[step](*details)
+        if step == EventName.DISTILL:  # rank 0 decides after which step it stops
+            finish(steps)
         else:
-            if student is None:
-                student = begin_student(run, teacher, run.require_allocation())
-                initialise(student, samples_of(run))
-            if kind == TRAIN:
-                finish(train_share(run, student, texts, details[0], details[1], ranks))
-            else:
-                work_on_share(run, judge_share(setup_of(run, teacher, student, texts, ranks, token)))
-        request = ranks.hear()
+            work_on_share(run, steps)
 
 
 def work_on_share(run: Run, steps: Steps[Any]) -> None:

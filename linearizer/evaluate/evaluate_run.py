@@ -29,7 +29,6 @@ from linearizer.run.stopping import log_progress
 from linearizer.teacher.logits import drawn_places
 from linearizer.teacher.text import document_numbers, start_tokens
 
-JUDGE = "judge"  # what rank 0 asks for: `judge_share`
 JUDGING = Request(("language", "recall"))  # for a student that has just been made
 FEWEST_PAIRS = 4  # of texts that are joined: fewer texts hardly ever show a difference
 MAX_WRITTEN_TOKENS = 96
@@ -69,7 +68,7 @@ def measure_parts(
 def judge(setup: Setup) -> Steps[None]:
     """Measure a student that has just been made on texts that were excluded from its training."""
     setup.run.write_evaluation(parts={})
-    setup.ranks.hear((JUDGE,))
+    setup.ranks.hear((EventName.EVALUATE,))
     parts = yield from measure_parts(setup, JUDGING, step="evaluate")
     losses = {subject.name: subject.loss.mean for subject in parts["language"].result.subjects}
     setup.run.log(EventName.EVALUATED, **losses)

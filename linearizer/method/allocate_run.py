@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from linearizer.errors import RequestError
@@ -25,7 +27,6 @@ from linearizer.teacher.logits import drawn_places
 from linearizer.teacher.ranks import ALONE, Ranks
 
 SINKS_LENGTH = 4  # budgets: sinks matter as soon as the first tokens leave a head's window
-PRICE = "price"  # what rank 0 asks for: `price_share`
 LAYERS = "state/priced"  # a file for each priced layer and group of texts, until all are priced
 
 
@@ -51,12 +52,9 @@ def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor, ranks: Ranks = 
     """Estimate the prices of all KV heads."""
     options = options_of(run, teacher, texts)
     stored = read_priced_layers(run, options)
-    sinks = next(iter(stored.values())).sinks if stored else (yield from choose_sinks(run, teacher, texts))
-    ranks.hear((PRICE, sinks))
+    sinks = next(iter(stored.values())).sinks if stored else (yield from choose_sinks(run, teacher, texts, ranks))
+    ranks.hear((EventName.PRICE, sinks))
     prices = yield from log_progress(run, price_share(run, teacher, texts, sinks, ranks))
-    ranks.gather(None)  # the others have stored their prices
-    if ranks.count > 1:
-        prices = yield from log_progress(run, price_share(run, teacher, texts, sinks))
     run.write_product("prices.json", prices.to_json())
     remove(run.folder / LAYERS)
     run.log(EventName.PRICED, tokens=texts.numel())
@@ -64,7 +62,7 @@ def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor, ranks: Ranks = 
 
 
 def price_share(run: Run, teacher: Teacher, texts: torch.Tensor, sinks: int, ranks: Ranks = ALONE) -> Steps[Prices]:
-    """Estimate the prices of a rank's layers, and store those of each layer in a file of its own."""
+    """Estimate a rank's share of the prices, store those of each layer in a file of its own, and gather all."""
     options = options_of(run, teacher, texts)
     stored = read_priced_layers(run, options)
     with writing(run.folder / LAYERS):
@@ -104,16 +102,24 @@ def read_priced_layers(run: Run, options: tuple[Head, ...]) -> dict[Part, Prices
     return stored
 
 
-def choose_sinks(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[int]:
+def choose_sinks(run: Run, teacher: Teacher, texts: torch.Tensor, ranks: Ranks = ALONE) -> Steps[int]:
     """Choose the number of sinks with the smallest kl of a student whose heads all hold the same."""
     counts = sinks_to_try(run.plan)
     if len(counts) == 1:
         return counts[0]
-    layers, length = teacher.inspection.layers, max(USUAL_LENGTH, SINKS_LENGTH * (run.plan.budget or 0))
-    students, texts = [allocate_alike(layers, run.plan, count) for count in counts], texts[:, :length]
-    places = drawn_places(texts.shape[1])
-    steps = kl_at_places(teacher.model, texts, layers, students, samples_of(run), places, EventName.TRY)
-    kl = [kl_of_places.mean().item() for kl_of_places in (yield from log_progress(run, steps))]
+    students = [allocate_alike(teacher.inspection.layers, run.plan, count) for count in counts]
+    ranks.hear((EventName.TRY, students))
+    measured = yield from log_progress(run, try_share(run, teacher, texts, students, ranks))
+    kl = [kl_of_places.mean().item() for kl_of_places in measured]
     best = min(zip(counts, kl, strict=True), key=lambda pair: max(pair[1], MIN_KL))[0]
     run.log(EventName.TRIED, sinks=dict(zip(map(str, counts), kl, strict=True)), kept=best)
     return best
+
+
+def try_share(
+    run: Run, teacher: Teacher, texts: torch.Tensor, students: Sequence[Allocation], ranks: Ranks
+) -> Steps[list[torch.Tensor]]:  # (texts, places) for each student
+    """Measure a rank's share of the students with other numbers of sinks, and gather those of the others."""
+    texts = texts[:, : max(USUAL_LENGTH, SINKS_LENGTH * (run.plan.budget or 0))]
+    arguments = teacher.inspection.layers, students, samples_of(run), drawn_places(texts.shape[1])
+    return kl_at_places(teacher.model, texts, *arguments, EventName.TRY, ranks)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import groupby, product
+from operator import itemgetter
 
 import torch
 from transformers import PreTrainedModel
@@ -33,7 +35,6 @@ from linearizer.teacher.streaming import bytes_for_weights, is_streamed
 
 PRICED, WINDOWS, SLOTS, WINDOW = "by prices", "windows by prices", "equal slots", "plain window"
 PLAIN_BITS = 8  # of a number in the state of a plain window, unless the plan sets bits
-COMPARE = "compare"  # what rank 0 asks for: `compare_share`
 SINGLE = 4  # bytes of a number in float32
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -43,7 +44,7 @@ def compare_students(
 ) -> Steps[Candidates]:
     """Measure the students of allocations on texts (texts, tokens) that no head was priced on."""
     allocations = list(offered.values())
-    ranks.hear((COMPARE, allocations))
+    ranks.hear((EventName.CHECK, allocations))
     kl = yield from log_progress(run, compare_share(run, teacher, texts, allocations, ranks))
     places = drawn_places(texts.shape[1])
     length, tokens = run.plan.resolved_length(run.positions), texts.shape[1]
@@ -61,11 +62,10 @@ def compare_students(
 def compare_share(
     run: Run, teacher: Teacher, texts: torch.Tensor, allocations: Sequence[Allocation], ranks: Ranks = ALONE
 ) -> Steps[list[torch.Tensor]]:  # (texts, places) for each allocation
-    """Measure the students of a rank's allocations, and gather those of the others."""
-    arguments = teacher.inspection.layers, ranks.share(allocations), samples_of(run), drawn_places(texts.shape[1])
+    """Measure a rank's share of the students of allocations, and gather those of the others."""
+    arguments = teacher.inspection.layers, allocations, samples_of(run), drawn_places(texts.shape[1])
     with nullcontext() if teacher.inspection.packed else in_float32(teacher.model):
-        own = yield from kl_at_places(teacher.model, texts, *arguments)
-    return ranks.gather_shares([kl.cpu() for kl in own])
+        return (yield from kl_at_places(teacher.model, texts, *arguments, ranks=ranks))
 
 
 def candidates_of(run: Run, allocation: Allocation) -> Mapping[str, Allocation]:
@@ -111,14 +111,25 @@ def kl_at_places(
     samples: Samples,
     places: torch.Tensor,
     step: EventName = EventName.CHECK,
+    ranks: Ranks = ALONE,
 ) -> Steps[list[torch.Tensor]]:  # (texts, places) for each allocation
-    """Measure the kl of each allocation's student at some places of texts, in nats."""
-    answers: list[ModelOutput] = []
-    yield Progress(step, 0, len(allocations), "students")
-    expected = run_decoder(teacher, texts)
-    for allocation in allocations:
-        exact = allocation.exact_until(layers)
-        with attending_with(teacher, make_students(teacher, layers, allocation, samples, exact_tokens=exact)):
-            answers.append(run_decoder(teacher, texts))
-        yield Progress(step, len(answers), len(allocations), "students")
-    return kl_of_answers(teacher, texts, expected, answers, places)
+    """Measure the kl of each allocation's student at some places of texts, in nats.
+
+    Ranks share the pairs of a text and a student, and gather what each has measured.
+    """
+    batches = [texts] if is_streamed(teacher) else texts.split(1)  # streamed weights are read once for all texts
+    own = ranks.share([*product(range(len(batches)), allocations)])
+    measured, done = list[torch.Tensor](), 0
+    yield Progress(step, 0, len(own), "students")
+    for index, pairs in groupby(own, itemgetter(0)):
+        ids, answers = batches[index], list[ModelOutput]()
+        expected = run_decoder(teacher, ids)
+        for _, allocation in pairs:
+            exact = allocation.exact_until(layers)
+            with attending_with(teacher, make_students(teacher, layers, allocation, samples, exact_tokens=exact)):
+                answers.append(run_decoder(teacher, ids))
+            done += 1
+            yield Progress(step, done, len(own), "students")
+        measured += [kl.cpu() for kl in kl_of_answers(teacher, ids, expected, answers, places)]
+    measured = ranks.gather_shares(measured)
+    return [torch.cat(measured[place :: len(allocations)]) for place in range(len(allocations))]

@@ -95,9 +95,9 @@ def estimate_prices(
 ) -> Steps[Prices]:
     """Estimate the prices of all heads, in the memory of training on a few texts without an optimiser.
 
-    `keep` receives each part of this rank: the kl of a layer, summed over the tokens of a group of texts; `before`
-    holds those of an earlier call, or of other ranks. The draws of a text do not depend on the other texts. The
-    progress tells the kl of the heads of a layer with the option at `shown`.
+    Ranks share the parts: the kl of a layer, summed over the tokens of a group of texts. `keep` receives each that
+    this rank computes; `before` holds those of an earlier call. The draws of a text do not depend on the other texts.
+    The progress tells the kl of the heads of a layer with the option at `shown`.
     """
     readers = readers_by_layer(layers)
     sources = {reader: index for index, numbers in readers.items() for reader in (index, *numbers)}
@@ -105,7 +105,8 @@ def estimate_prices(
     kl = dict(before or {})
     size = texts_together(layers, texts)
     groups = range(0, len(texts), size)
-    parts = parts_of(ranks, groups, priced)
+    # a rank runs the whole model on each group of texts of which it has a part
+    parts = ranks.share([(index, first) for first in groups for index in priced])
     pending = [first for first in groups if any(part[1] == first and part not in kl for part in parts)]
     devices = {index: device_of(module, teacher.device) for index, module in attention_by_layer(teacher).items()}
     recordings = {
@@ -124,21 +125,25 @@ def estimate_prices(
         def likelihoods(batch: int, logits: Tensor, generators: Sequence = generators) -> list[Tensor]:
             return draw_likelihoods(logits, generators[batch][: len(logits)])
 
+        missing = {part for part in parts if part[1] in sweep and part not in kl}
         for index, gradient in gradients_by_layer(teacher, recordings, batches, likelihoods, chain):
             part, counts[index] = (index, sweep[counts[index]]), counts[index] + 1
-            if part in parts and part not in kl:
+            if part in missing:
                 source = sources[index]
                 kl[part] = kl_of_options(layers[source], recordings[index], gradient, options, sinks, samples, source)
                 keep(part, kl[part])
+                missing.remove(part)
                 done += 1
                 kl_of_heads = [row[shown] / texts[part[1] : part[1] + size].numel() for row in kl[part]]
                 yield Progress(EventName.PRICE, done, total, "layers", {"layer": index, "kl_of_heads": kl_of_heads})
+            if not missing:  # the layers before are another rank's, or were priced earlier
+                break
+    kl = {part: of_part for of_rank in ranks.gather(kl) for part, of_part in of_rank.items()}
     means = {}
     for index, numbers in readers.items():
         needed = [(layer, first) for layer in (index, *numbers) for first in groups]
-        if all(part in kl for part in needed):
-            sums = torch.stack([torch.tensor(kl[part], dtype=torch.float64) for part in needed])
-            means[index] = tuple(map(tuple, (sums.sum(0) / texts.numel()).tolist()))
+        sums = torch.stack([torch.tensor(kl[part], dtype=torch.float64) for part in needed])
+        means[index] = tuple(map(tuple, (sums.sum(0) / texts.numel()).tolist()))
     return Prices(sinks, tuple(options), tuple(means.get(index, ()) for index in range(len(layers))))
 
 
@@ -146,16 +151,6 @@ def readers_by_layer(layers: Sequence[Layer]) -> dict[int, list[int]]:
     """List for each layer with heads to price the layers that attend to its keys: what they lose counts as its loss."""
     replaced = [index for index, layer in enumerate(layers) if layer.native_window is None]
     return {index: [reader for reader, layer in enumerate(layers) if layer.reads == index] for index in replaced}
-
-
-def parts_of(ranks: Ranks, groups: Sequence[int], layers: Sequence[int]) -> set[Part]:
-    """List the layers and groups of texts of a rank: half of the texts where the number of ranks is even.
-
-    Ranks with the same texts share the layers; each runs the whole model, and no price depends on another.
-    """
-    halves = 2 if ranks.count % 2 == 0 and len(groups) > 1 else 1
-    indices, half = layers[ranks.number // halves :: ranks.count // halves], groups[ranks.number % halves :: halves]
-    return {(index, first) for index in indices for first in half}
 
 
 def texts_together(layers: Sequence[Layer], texts: Tensor) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from functools import partial
 from itertools import accumulate
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from linearizer.hub.weight_files import write_tensors
 from linearizer.method.blockwise_pass import Chain, calls_of, chain_of, run_blocks, sweep_forward
@@ -24,8 +24,10 @@ from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.measured import HeadProfile, LayerProfile, Profile, ProfileSettings
 from linearizer.run.stopping import log_progress
+from linearizer.student.attention_interface import attention_by_layer, device_of
 from linearizer.teacher.load import Teacher
 from linearizer.teacher.logits import check_logits
+from linearizer.teacher.ranks import ALONE, Ranks
 from linearizer.teacher.streaming import is_streamed
 
 MAX_WORKERS = 8  # heads at once: each takes 5 samples² numbers
@@ -43,42 +45,46 @@ class Measurement:
 
 
 def measure_profile(
-    model: nn.Module,
+    model: PreTrainedModel,
     texts: Sequence[torch.Tensor],  # each (texts, tokens)
     layers: tuple[Layer, ...],
     settings: ProfileSettings,
     *,
-    batch_tokens: int = 2048,
     keep_text: bool = False,
+    ranks: Ranks = ALONE,
 ) -> Steps[Measurement]:
-    """Measure the attention of a model on texts; the samples may also keep the whole first text."""
-    recorder = yield from record_samples(model, texts, layers, settings, batch_tokens, keep_text)
-    profiles = yield from profile_layers(recorder, settings)
+    """Measure the attention of a model on texts; the samples may also keep the whole first text.
+
+    Ranks share the texts, and then the layers.
+    """
+    recorder = yield from record_samples(model, texts, layers, settings, keep_text, ranks)
+    profiles = yield from profile_layers(model, recorder.samples, settings, ranks)
     rows = tuple(profiles.get(index, LayerProfile(())) for index in range(len(layers)))
     return Measurement(Profile(settings, sum(map(torch.numel, texts)), rows), collect_samples(recorder, layers))
 
 
 def record_samples(
-    model: nn.Module,
+    model: PreTrainedModel,
     texts: Sequence[torch.Tensor],
     layers: tuple[Layer, ...],
     settings: ProfileSettings,
-    batch_tokens: int = 2048,
     keep_text: bool = False,
+    ranks: Ranks = ALONE,
 ) -> Steps[Recorder]:
-    """Record queries and keys of every layer while a model reads texts."""
+    """Record queries and keys of every layer while a model reads a text at a time; ranks share the texts."""
     draw = draw_sample(texts, settings.samples, settings.sinks, settings.seed)
     recorder = Recorder(layers, draw, keep_text)
-    batches = [batch for each in texts for batch in each.split(max(1, batch_tokens // each.shape[1]))]
+    batches = [text for each in texts for text in each.split(1)]
     begins = [0, *accumulate(batch.numel() for batch in batches)]
     if is_streamed(model) and (chain := chain_of(model, batches[0])):
         yield from record_by_blocks(model, chain, batches, begins, recorder)
     else:
-        for done, (begin, ids) in enumerate(zip(begins, batches, strict=False), 1):
+        own = ranks.share([*zip(begins, batches, strict=False)])
+        for done, (begin, ids) in enumerate(own, 1):
             with torch.no_grad(), recorder.recording(model, begin):
                 run_blocks(model, ids)
-            yield Progress(EventName.PROFILE, done, len(batches), "batches")
-    recorder.finish()
+            yield Progress(EventName.PROFILE, done, len(own), "batches")
+    recorder.finish(ranks)
     return recorder
 
 
@@ -87,7 +93,7 @@ def collect_samples(recorder: Recorder, layers: Sequence[Layer], seed: int = 0) 
 
 
 def record_by_blocks(
-    model: nn.Module, chain: Chain, batches: Sequence[torch.Tensor], begins: Sequence[int], recorder: Recorder
+    model: PreTrainedModel, chain: Chain, batches: Sequence[torch.Tensor], begins: Sequence[int], recorder: Recorder
 ) -> Steps[None]:
     """Run all texts through the model block by block, so that the weights of each are read once."""
 
@@ -100,21 +106,24 @@ def record_by_blocks(
             yield Progress(EventName.PROFILE, done + 1, len(chain.blocks), "layers")
 
 
-def profile_layers(recorder: Recorder, settings: ProfileSettings) -> Steps[dict[int, LayerProfile]]:
-    """Turn what was recorded of the layers into profiles, head by head."""
-    heads = [
-        (index, sample) for index, layer in sorted(recorder.samples.items()) for sample in list_samples(layer, settings)
-    ]
-    measured: dict[int, list[HeadProfile]] = {index: [] for index in recorder.samples}
-    with one_core_per_head(set(recorder.devices.values())) as pool:
-        results = pool.map(lambda pair: measure_freedoms(pair[1](), settings, recorder.devices[pair[0]]), heads)
+def profile_layers(
+    model: PreTrainedModel, samples: Mapping[int, LayerSamples], settings: ProfileSettings, ranks: Ranks = ALONE
+) -> Steps[dict[int, LayerProfile]]:
+    """Turn the samples of layers into profiles, head by head; ranks share the layers."""
+    modules = attention_by_layer(model)
+    own = {index: device_of(modules[index], model.device) for index in ranks.share(sorted(samples))}
+    heads = [(index, sample) for index in own for sample in list_samples(samples[index], settings)]
+    measured: dict[int, list[HeadProfile]] = {index: [] for index in own}
+    with one_core_per_head(set(own.values())) as pool:
+        results = pool.map(lambda pair: measure_freedoms(pair[1](), settings, own[pair[0]]), heads)
         for done, ((index, _), head) in enumerate(zip(heads, results, strict=True)):
             measured[index].append(head)
             details: dict[str, object] = {}
-            if len(measured[index]) <= len(recorder.samples[index].keys):  # query heads follow
+            if len(measured[index]) <= len(samples[index].keys):  # query heads follow
                 details = {"layer": index, "freedoms": settings.at_reference(head.freedoms)}
             yield Progress(EventName.PROFILE, done + 1, len(heads), "query and KV heads", details)
-    return {index: layer_profile(layer, measured[index], settings) for index, layer in recorder.samples.items()}
+    profiles = [layer_profile(samples[index], measured[index], settings) for index in own]
+    return dict(zip(sorted(samples), ranks.gather_shares(profiles), strict=True))
 
 
 @contextmanager
@@ -204,15 +213,20 @@ def sample_teacher(plan: Plan, teacher: Teacher, texts: TextsOfRun) -> Steps[Sam
     return collect_samples(recorder, layers, plan.seed)
 
 
-def measure_teacher(run: Run, teacher: Teacher, texts: TextsOfRun) -> Steps[Profile]:
+def measure_teacher(run: Run, teacher: Teacher, texts: TextsOfRun, ranks: Ranks = ALONE) -> Steps[Profile]:
     """Measure the teacher, unless the run has its profile already."""
     if profile := run.profile:
         return profile
     check_logits(teacher.model, texts.profiled[0])
-    settings, keep_text = profile_settings(run.plan), bool(run.plan.memory)
-    steps = measure_profile(teacher.model, texts.profiled, teacher.inspection.layers, settings, keep_text=keep_text)
-    measured = yield from log_progress(run, steps)
+    ranks.hear((EventName.PROFILE,))
+    measured = yield from log_progress(run, profile_share(run, teacher, texts.profiled, ranks))
     write_tensors(run.folder / SAMPLES, measured.samples.tensors())
     run.write_product("profile.json", measured.profile.to_json())
     run.log(EventName.PROFILED, tokens=measured.profile.tokens)
     return measured.profile
+
+
+def profile_share(run: Run, teacher: Teacher, texts: Sequence[torch.Tensor], ranks: Ranks) -> Steps[Measurement]:
+    """Measure a rank's share of the teacher, and gather those of the others."""
+    layers, settings = teacher.inspection.layers, profile_settings(run.plan)
+    return measure_profile(teacher.model, texts, layers, settings, keep_text=bool(run.plan.memory), ranks=ranks)

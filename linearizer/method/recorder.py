@@ -16,6 +16,7 @@ from linearizer.plan.head_bytes import Layer
 from linearizer.run.folder import Run
 from linearizer.teacher.layers import layer_number
 from linearizer.teacher.observing import observing
+from linearizer.teacher.ranks import ALONE, Ranks
 
 SAMPLES = "state/samples.safetensors"  # of a run's folder
 TENSORS = ("queries", "keys", "values")
@@ -95,8 +96,8 @@ class Recorder:
 
     def __init__(self, layers: tuple[Layer, ...], draw: Draw, keeps_text: bool = False) -> None:
         self.layers, self.draw, self.keeps_text = layers, draw, keeps_text
-        self.samples: dict[int, LayerSamples] = {}
-        self.devices: dict[int, torch.device] = {}  # that the layers computed on
+        self.samples: dict[int, LayerSamples] = {}  # once all is recorded
+        self.parts: dict[int, list[LayerSamples]] = {}  # of the samples, one for each batch
         self.begin = 0  # tokens before the batch
 
     @contextmanager
@@ -125,39 +126,47 @@ class Recorder:
                     f"layer {index}: the {name} are not finite; the weights are damaged, or their type is too small: "
                     "load the model in float32"
                 )
-        if index not in self.samples:
-            inputs, drawn = (query, key, value), len(self.draw.keys)
-            queries, keys, values = (torch.zeros(x.shape[1], drawn, x.shape[3], dtype=torch.float32) for x in inputs)
-            self.samples[index], self.devices[index] = LayerSamples(queries, keys, values), query.device
         root = scaling**0.5  # half of it to each, so that the kernel is exp(x·y)
         self.add(index, query.float() * root, key.float() * root, value.float())
 
     def add(self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Add the drawn tokens of a batch to the sample of a layer; query and key contain the scaling."""
+        text, length = None, query.shape[2]
         if self.keeps_text and self.begin == 0:
             queries, keys, values = (vectors[0].clone().cpu() for vectors in (query, key, value))
-            self.samples[index] = replace(self.samples[index], text=LayerSamples(queries, keys, values))
-        record, length = self.samples[index], query.shape[2]
+            text = LayerSamples(queries, keys, values)
         border = torch.tensor([self.begin, self.begin + len(query) * length])
-        drawn = (record.queries, query, self.draw.queries), (record.keys, key, self.draw.keys)
-        for sample, vectors, positions in (*drawn, (record.values, value, self.draw.keys)):
+
+        def take(vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
             low, high = torch.searchsorted(positions, border).tolist()
             places = (positions[low:high] - border[0]).to(vectors.device)
-            sample[:, low:high] = vectors[places // length, :, places % length].transpose(0, 1).cpu()
+            return vectors[places // length, :, places % length].transpose(0, 1).cpu()
+
+        drawn = take(query, self.draw.queries), take(key, self.draw.keys), take(value, self.draw.keys)
+        self.parts.setdefault(index, []).append(LayerSamples(*drawn, text))
 
     def is_sampled(self, index: int) -> bool:
         """Whether the teacher does not bound a layer itself, or the one whose keys it reads."""
         source = self.layers[index].reads
         return self.layers[index if source is None else source].native_window is None
 
-    def finish(self) -> None:
-        """Check that every layer was recorded, and move the queries of layers without keys to the layers they read."""
-        expected = {index for index in range(len(self.layers)) if self.is_sampled(index)}
-        if missing := sorted(expected - self.samples.keys()):
+    def finish(self, ranks: Ranks = ALONE) -> None:
+        """Join what the ranks have recorded, and move the queries of layers without keys to the layers they read."""
+        expected = [index for index in range(len(self.layers)) if self.is_sampled(index)]
+        for index in expected:
+            if parts := ranks.gather_shares(self.parts.pop(index, [])):
+                self.samples[index] = join_parts(parts)
+        if missing := [index for index in expected if index not in self.samples]:
             raise FaultError(f"the attention of layers {missing} was not seen: this model cannot be measured")
         for index, layer in enumerate(self.layers):
             if layer.reads is not None and index in self.samples:
                 self.samples[layer.reads] = add_queries(self.samples[layer.reads], self.samples.pop(index))
+
+
+def join_parts(parts: Sequence[LayerSamples]) -> LayerSamples:
+    """Join the samples of batches that follow each other; the first may have the whole text."""
+    queries, keys, values = (torch.cat([getattr(part, name) for part in parts], 1) for name in TENSORS)
+    return LayerSamples(queries, keys, values, parts[0].text)
 
 
 def add_queries(samples: LayerSamples, others: LayerSamples) -> LayerSamples:

@@ -1,8 +1,9 @@
 """Ranks: the processes that work on a run together, each on a device of its own, numbered as torch.distributed does.
 
 Rank 0 has the run: it alone decides, logs and writes products. It tells the other ranks what to do, does its own share,
-and gathers theirs. They send each other a few kilobytes over gloo, whatever their devices. Where a rank ends, the next
-call of each other rank fails.
+and gathers theirs. What is shared is a list of parts that are computed one by one, so that the results do not depend on
+the number of ranks. They send each other little, over gloo, whatever their devices: only the samples of a profile and
+the gradients of an end-to-end loss are large. Where a rank ends, the next call of each other rank fails.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class Ranks:
     group: Any = None  # of torch.distributed
 
     def share(self, items: Sequence[Item]) -> Sequence[Item]:
-        """Return the items of this rank."""
-        return items[self.number :: self.count]
+        """Return the items of this rank, which follow each other; rank 0 has some if there are any."""
+        begin, end = (-(-len(items) * number // self.count) for number in (self.number, self.number + 1))
+        return items[begin:end]
 
     def hear(self, value: Any = None) -> Any:
         """Return the value of rank 0, which all ranks call together."""
@@ -54,8 +56,7 @@ class Ranks:
 
     def gather_shares(self, share: Sequence[Item]) -> list[Item]:
         """Return all items in their order, of which each rank has the share that `share` gave it."""
-        shares = self.gather(share)
-        return [shares[place % self.count][place // self.count] for place in range(sum(map(len, shares)))]
+        return [item for of_rank in self.gather(share) for item in of_rank]
 
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace tensors by their sums over all ranks, which call this together; all get the same bits."""

@@ -37,7 +37,6 @@ from linearizer.train.settings import TrainingResult, TrainingSettings, training
 from linearizer.train.trainer import Losses, Trainer
 from linearizer.train.training_state import NEWEST, PREVIOUS, read_state, write_state
 
-TRAIN = "train"  # what rank 0 asks for: `train_share`
 NEVER: Callable[[int], bool] = lambda step: False  # noqa: E731
 TOGETHER_SECONDS = 600.0  # that a step of several ranks has before it is interrupted: then nothing is saved
 
@@ -213,7 +212,7 @@ def train_phase(
     def enough(step: int) -> bool:
         return step >= end or run.has_request("use")
 
-    ranks.hear((TRAIN, number, begun))
+    ranks.hear((EventName.DISTILL, number, begun))
     steps = train_share(run, student, texts, number, begun, ranks, enough)
     result = yield from log_progress(run, steps, YIELD_SECONDS if ranks.count == 1 else TOGETHER_SECONDS)
     run.log(EventName.DISTILLED, phase=number, asked=settings.steps, **asdict(result))

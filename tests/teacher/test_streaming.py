@@ -171,7 +171,7 @@ def test_a_profile_reads_each_weight_once_whatever_the_number_of_texts(pair, rea
     assert set(reads.values()) == {1} and set(reads) == {name for name, _ in streamed_weights(pair[1])}
     reads.clear()
     arguments = ([texts], layers_of(pair[0]), settings)
-    profiles = [finish(measure_profile(model, *arguments, batch_tokens=64)).profile for model in pair]
+    profiles = [finish(measure_profile(model, *arguments)).profile for model in pair]
     assert profiles[0] == profiles[1] and set(reads.values()) == {1}
 
 

@@ -11,20 +11,17 @@ import torch
 from linearizer import pipeline
 from linearizer.errors import RankEnded
 from linearizer.hub.weight_files import read_tensors
-from linearizer.method import allocate_run
-from linearizer.method.measure_run import measure_teacher
-from linearizer.method.texts import TextsOfRun
+from linearizer.method.recorder import SAMPLES
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.events import newest_events
 from linearizer.teacher.devices import visible_name
-from linearizer.teacher.load import load_teacher_of
 from linearizer.teacher.ranks import Ranks
 from linearizer.workers import control, device_queue
 from linearizer.workers.launch import launched, started
 from tests.support.runs import FP32, QUICK, wait_for_event, wait_until, weights_of
 
-PRICED = Plan.of("best", model="demo", steps=2, lora=2, texts=2, length=32, sinks=2, budget=16, **FP32)
+PRICED = Plan.of("best", model="demo", steps=2, lora=2, texts=6, length=32, budget=16, **FP32)
 TRAINED = Plan("demo", steps=5, **QUICK)
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 STATE = "state/training/0/training.safetensors"
@@ -42,16 +39,22 @@ def products(run):
     return [run.read(name) for name in PRODUCTS if run.has_file(name)]
 
 
-def test_a_run_whose_rank_is_killed_ends_with_a_sentence_and_two_ranks_resume_it_to_the_same_products(tmp_path):
+def tried(run):
+    """The numbers of sinks that a run has tried, and the kl of each."""
+    return [event["sinks"] for event in run.events() if event["event"] == "tried"]
+
+
+def test_a_run_whose_rank_is_killed_ends_with_a_sentence_and_three_ranks_resume_it_to_the_same_products(tmp_path):
     alone, run = made_alone(tmp_path / "alone", PRICED), pipeline.begin(tmp_path / "run", PRICED)
     with pytest.raises(RankEnded, match="has ended.*resume"), started(run, 2) as ranks:
         for progress in pipeline.linearize(run, ranks=ranks):
             for process in multiprocessing.active_children() if progress.step == "price" else ():
                 process.kill()
     assert control.state_of(run) == "failed" and "resume" in control.status(run).error
-    with started(run, 2) as ranks:
+    with started(run, 3) as ranks:
         finish(pipeline.linearize(run, ranks=ranks))
-    assert products(run) == products(alone)
+    assert products(run) == products(alone) and tried(run) == tried(alone) != []
+    assert (run.folder / SAMPLES).read_bytes() == (alone.folder / SAMPLES).read_bytes()
     moments, expected = (
         {name: x for name, x in read_tensors(each.folder / STATE)[0].items() if name.endswith("exp_avg")}
         for each in (run, alone)
@@ -79,21 +82,12 @@ def test_a_launched_run_that_is_stopped_at_a_step_goes_on_from_it_alone_to_the_s
     assert (products(run), weights_of(run.checkpoint)) == (products(alone), weights_of(alone.checkpoint))
 
 
-def test_shares_of_ranks_give_the_prices_of_one(tmp_path):
-    run = pipeline.begin(tmp_path / "run", PRICED)
-    teacher = load_teacher_of(run.plan)
-    texts = TextsOfRun.of(run, teacher)
-    finish(measure_teacher(run, teacher, texts))
-    finish(allocate_run.price_heads(run, teacher, texts.priced))
-    expected = run.read("prices.json")
-    (run.folder / "prices.json").unlink()
-    for number in range(4):  # two share the texts, and two the layers of each half
-        finish(allocate_run.price_share(run, teacher, texts.priced, 2, Ranks(number, 4)))
-    steps = allocate_run.price_heads(run, teacher, texts.priced)
-    first = next(steps)
-    assert first.done == first.total  # nothing is priced again
-    finish(steps)
-    assert run.read("prices.json") == expected
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_shares_of_ranks_are_all_items_in_their_order_and_differ_by_one_at_most(count):
+    for items in ([], [0], [*range(7)], [*range(12)]):
+        shares = [Ranks(number, count).share(items) for number in range(count)]
+        assert sum(shares, []) == items and bool(shares[0]) == bool(items)
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 def test_a_launcher_numbers_ranks_and_a_cluster_alone_does_not(monkeypatch):
