@@ -28,7 +28,7 @@ class TextsOfRun:
     profiled: Sequence[Tensor]  # each tensor has texts of one length
     priced: Tensor  # the first half of the profiled texts, in half of which passages are repeated
     compared: Tensor  # texts that no head was priced on, and no adapter trained on
-    learnt: Tensor  # (texts, Plan.learnt_length)
+    learnt: Tensor  # to train on
     judged: Tensor  # later texts, which no other step reads
 
     @staticmethod
@@ -50,7 +50,7 @@ class TextsOfRun:
             profiled=[first] if plan.memory else join_texts(first, plan, start, positions),
             priced=with_repeats(priced, passage, plan.seed, write_number),
             compared=join_all(texts[: plan.texts_measured][len(priced) :][:COMPARED], start, positions),
-            learnt=cut_to_learn(texts[:end], plan),
+            learnt=choose_learnt(texts[:end], plan),
             judged=texts[end:],
         )
 
@@ -60,12 +60,11 @@ def texts_to_learn(plan: Plan) -> int:
     return plan.texts_learnt + COMPARED * plan.distils
 
 
-def cut_to_learn(texts: Tensor, plan: Plan) -> Tensor:
-    """Take the texts to train on, and cut them to their length."""
+def choose_learnt(texts: Tensor, plan: Plan) -> Tensor:
+    """Take the texts to train on: adapters learn on texts as long as those that the student is compared on."""
     if plan.distils:
         texts = torch.cat([texts[: plan.texts_priced], texts[plan.texts_priced + COMPARED :]])
-    pieces = texts[: plan.texts_learnt].unfold(1, plan.learnt_length, plan.learnt_length)
-    return pieces.flatten(0, 1)[: plan.steps * plan.batch]
+    return texts[: plan.texts_learnt]
 
 
 def join_texts(texts: Tensor, plan: Plan, start: int, positions: int | None) -> list[Tensor]:

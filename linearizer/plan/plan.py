@@ -149,7 +149,7 @@ class Plan(JsonProduct):
         f"{BY_RECIPE}; {ADAPTER_RANK} where heads hold no features",
         least=0,
     )
-    batch: int = training(2, "texts of a step", least=1)
+    batch: int = training(2, "texts of a step", BY_RECIPE, least=1)
     target_length: int | None = allocating(
         None,
         "tokens for which the bytes of heads that may grow are counted",
@@ -276,15 +276,9 @@ class Plan(JsonProduct):
         return self.trains and not self.may_hold_features
 
     @property
-    def learnt_length(self) -> int:
-        """The tokens of a text to train on: short ones teach adapters, and need less memory."""
-        length = self.resolved_length(None)
-        return min(length, max(USUAL_LENGTH, BUDGETS_IN_GRAPH * (self.budget or 0))) if self.distils else length
-
-    @property
     def texts_learnt(self) -> int:
-        """The number of texts of the run's length that hold those to train on."""
-        return -(-self.steps * self.batch // (self.resolved_length(None) // self.learnt_length))
+        """The number of texts to train on."""
+        return self.steps * self.batch
 
     @property
     def drawn_tokens(self) -> int:

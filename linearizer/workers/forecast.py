@@ -225,7 +225,6 @@ def product_speed(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
 def training_seconds(plan: Plan, layers: list[Layer], teacher: float, student: float, operation: float) -> float:
     """Estimate the seconds of training; `operation`: the seconds of one operation on every token of a text."""
     step = teacher + (ADAPTER_PASSES if plan.resolved_lora else 1) * (teacher + student)
-    step *= plan.learnt_length / plan.resolved_length(None)
     if plan.may_hold_features:
         products = sum(layer.query_heads * layer.key_dim * rows_of(plan, layer) for layer in layers)
         step = teacher + TRAINING_FACTOR * products * operation
@@ -251,9 +250,8 @@ def run_memory(plan: Plan, inspection: Inspection) -> float:
     if plan.trains:
         rows = max((layer.query_heads * length * length for layer in layers), default=0) * plan.batch * NUMBER * 3
     if plan.resolved_lora:
-        learnt = plan.learnt_length
         kept = len(inspection.layers) + STUDENT_WIDTHS  # of all blocks, and of the graph of one
-        graph = NUMBER * (plan.batch * learnt * width * kept + LOGITS * TRAINED_LOGITS)
+        graph = NUMBER * (plan.batch * length * width * kept + LOGITS * TRAINED_LOGITS)
         weights *= 2  # a student is judged with its teacher's own weights
     sample = 6 * 8 * plan.samples**2
     work = max(sample, judging, pricing, rows, graph)

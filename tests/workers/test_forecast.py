@@ -29,7 +29,7 @@ def test_a_forecast_counts_the_training_of_adapters_and_what_resuming_it_needs()
     speeds, plan = Speeds(1e11, 2e11, 1e5, 1e10, 1e9), Plan.of(model="demo", budget=64, device="cpu", loss="logits")
     plain, healed, longer = (forecast_run(replace(plan, steps=steps), result, speeds, 0) for steps in (0, 50, 100))
     assert longer.seconds - healed.seconds > 0.9 * (healed.seconds - plain.seconds) > 100
-    texts = 50 * 2 * replace(plan, steps=50).learnt_length * 4  # bytes of the tokens of 50 steps
+    texts = 50 * 2 * result.max_positions * 4  # bytes of the tokens of 50 steps
     assert longer.disk_bytes == healed.disk_bytes + texts > plain.disk_bytes + 10 * 8 * 16 * 4 * 2048
 
 
