@@ -102,7 +102,7 @@ RECIPES: Mapping[str, Recipe] = {
         "what each head costs the model, then distilled",
         "ours: as best; then adapters on q, k, v and o learn from the teacher’s logits, end to end, and stay if the "
         "student is better with them on other texts",
-        {"steps": 25, "batch": 1},
+        {"steps": 20, "batch": 1},
     ),
     "windows": Recipe("windows alone, by their prices", "as best, without slots", {"strategy": "windows"}),
     "features": Recipe(
