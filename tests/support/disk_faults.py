@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 
 from linearizer.cli.main import main
-from linearizer.train.trainer import NEWEST, PREVIOUS
+from linearizer.train.training_state import NEWEST, PREVIOUS
 
 SOURCE = Path(__file__).with_suffix(".c")
 SHIM = ctypes.CDLL(None)  # where it is preloaded
