@@ -67,7 +67,7 @@ ROWS |= {
 
 PRICED_FEATURES = "every KV head a window, or a window with features, 8 bits a number, by its price"
 FORMER = {  # rows of methods that are gone, since they measured worse: name -> what they were
-    "best, 100 steps of adapters": "ours: as distilled, on longer texts, whatever the adapters gave",
+    "best, 100 steps of adapters": "ours: as distilled, in 100 steps, whatever the adapters gave",
     "best, 100 steps": "ours: as best; what layers write fitted to the teacher's by least squares, 100 steps",
     "gain-features": f"ours: {PRICED_FEATURES}; far fields trained layer by layer, {STEPS} steps",
     "gain-features --may-grow": f"ours: {PRICED_FEATURES}, or its whole cache; trained layer by layer, {STEPS} steps",
