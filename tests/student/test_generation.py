@@ -20,6 +20,7 @@ KINDS = {
     "slots of 4 bits": [Head(window=4, slots=6, bits=4)],
     "features": [Head(window=5, features=16)],
     "memory": [Head(window=4, features=6, memory="gdn")],
+    "exact at first": [Head(window=4, slots=6, bits=4)],
 }
 WAYS = {
     "greedy": {},
@@ -35,7 +36,8 @@ pytestmark = [pytest.mark.filterwarnings("ignore:Using `max_length`'s default"),
 
 @functools.cache
 def student_with(kind):
-    return student_of("llama", KINDS[kind], num_hidden_layers=2).eval()
+    exact = 12 if kind == "exact at first" else 0  # more than a prompt, and less than what is written after it
+    return student_of("llama", KINDS[kind], num_hidden_layers=2, exact_tokens=exact).eval()
 
 
 @torch.no_grad()
