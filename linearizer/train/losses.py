@@ -12,6 +12,7 @@ End to end, on the hidden states from which the logits are made, a few tokens' l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from linearizer.train.attention_loss import MIN_PRODUCT, attention_loss, multipl
 
 EXCESS_NAMES = {"softmax": "attention_error", "logits": "kl"}  # of the excess that is a KL divergence, by its loss
 LARGEST_LOG = 40.0  # of a kernel over its largest value: its square is finite in fp32
+STRAIGHT = 0.9  # of the cap of logits: larger ones do not show a factor before it
 TRAINED_LOGITS = 2**23  # in memory at once, in fp32, with their gradients
 STUDENT_WIDTHS = 40  # numbers in the graph of a student's block for each token, in sizes of its hidden state
 
@@ -152,23 +154,27 @@ def project(heads: Tensor, weight: Tensor) -> Tensor:
 
 
 class LogitHead:
-    """Computes logits from hidden states like the model: with its output embedding, and perhaps a factor."""
+    """Computes logits from hidden states like the model: with its output embedding, and perhaps a factor and a cap."""
 
     def __init__(self, model: PreTrainedModel, ids: Tensor) -> None:
-        self.embedding = model.get_output_embeddings()
-        self.scale = 1.0
+        self.embedding, self.scale = model.get_output_embeddings(), 1.0
+        self.cap = getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None)
         with torch.no_grad():
-            logits = model(input_ids=ids, use_cache=False).logits.float()
-            plain = self(hidden_states(model, ids))
-        self.scale = float((logits * plain).sum() / plain.square().sum().clamp_min(1e-30))
-        if not torch.allclose(logits, plain * self.scale, rtol=0.02, atol=0.02 * float(logits.abs().max())):
+            logits, hidden = model(input_ids=ids, use_cache=False).logits.float(), hidden_states(model, ids)
+            plain = self.embedding(hidden).float()
+            straight = logits if self.cap is None else self.cap * (logits / self.cap).atanh()
+            small = logits.abs() < STRAIGHT * (self.cap or math.inf)
+            self.scale = float((straight * plain)[small].sum() / plain[small].square().sum().clamp_min(1e-30))
+            made = self(hidden)
+        if not torch.allclose(logits, made, rtol=0.02, atol=0.02 * float(logits.abs().max())):
             raise RequestError(
                 "this model computes its logits in an unusual way, so no end-to-end loss can be computed: "
-                "train layer by layer (softmax or output)"
+                "train layer by layer (softmax or output), or nothing (the recipe best)"
             )
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return self.embedding(hidden).float() * self.scale
+        logits = self.embedding(hidden).float() * self.scale
+        return logits if self.cap is None else self.cap * (logits / self.cap).tanh()
 
 
 def hidden_states(model: PreTrainedModel, ids: Tensor) -> Tensor:
