@@ -236,11 +236,15 @@ def test_a_pdf_is_its_text_and_what_is_none_is_said(tmp_path, monkeypatch):
     for content, reason in ((b"%PDF-1.4 nothing", "cannot be read as a PDF"), (pdf_of(""), "holds no text")):
         with pytest.raises(TextError, match=f"'the file' {reason}.*: send its text as a text file"):
             decode_document("the file", content)
+    monkeypatch.setattr(pdf_files, "MOST_TEXT", 8)
+    with pytest.raises(TextError, match="'the file' holds more than 8 B of text: send a part"):
+        decode_document("the file", pdf_of("The sea"))
     monkeypatch.setattr(pdf_files, "SECONDS", 0.01)
     with pytest.raises(TextError, match="takes longer than 0.01 s"):
         decode_document("the file", pdf_of("The sea"))
-    (tmp_path / "pypdf.py").write_text("raise ModuleNotFoundError")
+    (tmp_path / "pypdf.py").write_text("import os\nraise KeyError if 'HF_TOKEN' in os.environ else ModuleNotFoundError")
     monkeypatch.undo()
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(TextError, match="is not installed: `pip install pypdf`"):
         decode_document("the file", pdf_of("The sea"))
