@@ -12,6 +12,7 @@ the end of its process, or by the next process if that one was killed.
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import tempfile
 import weakref
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 STATE_ARGUMENT = "linear_state"  # of an attention module
 OFFLOADED = {"cpu", "disk"}  # where the weights of streamed blocks lie
-EXPERTS = "linearizer-experts-"  # of folders, before the number of the process
+EXPERTS = "linearizer-experts-"  # of folders, before the number of the process and the name of its machine
 FILLED = 0.8  # share of the free memory for weights: the rest is for computations
 
 
@@ -227,10 +228,10 @@ def load_with_experts(
 
 
 def make_folder() -> Path:
-    """Make a folder for the experts of one model, and remove those of processes that have ended."""
-    home = home_folder()
-    for folder in home.glob(f"{EXPERTS}*"):
-        process = folder.name.removeprefix(EXPERTS).partition("-")[0]
+    """Make a folder for the experts of one model, and remove those of processes of this machine that have ended."""
+    home, host = home_folder(), f"@{platform.node()}@"  # other machines may share the disk
+    for folder in home.glob(f"{EXPERTS}*{host}*"):
+        process = folder.name.removeprefix(EXPERTS).partition("@")[0]
         if process.isdecimal() and not psutil.pid_exists(int(process)):
             shutil.rmtree(folder, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{EXPERTS}{os.getpid()}-", dir=home))
+    return Path(tempfile.mkdtemp(prefix=f"{EXPERTS}{os.getpid()}{host}", dir=home))
