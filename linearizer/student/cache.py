@@ -59,7 +59,6 @@ class LinearizedLayer(TextsOfCache, CacheLayerMixin):
         self.memory: list = []
         self.kept: list[tuple[list, bool]] = []  # states before a call's tokens, and whether any were read before them
         self.is_initialized = True
-        self.device = torch.device("cpu")
 
     def lazy_initialization(self, *args: object, **kwargs: object) -> None:
         """Do nothing: the first attention makes the states, since it knows their sizes."""
@@ -68,7 +67,6 @@ class LinearizedLayer(TextsOfCache, CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         self.tokens_read += key_states.shape[-2]
-        self.device = key_states.device
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -111,13 +109,6 @@ class LinearizedLayer(TextsOfCache, CacheLayerMixin):
 
     def reset(self) -> None:
         self.tokens_read, self.memory, self.kept = 0, [], []
-
-    def offload(self) -> None:
-        self.change(lambda tensor: tensor.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        """Move an offloaded state back to the device of its layer."""
-        self.change(lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def crop(self, *args: object) -> None:
         raise ValueError(

@@ -156,7 +156,7 @@ def choose_states(student: LinearizedForCausalLM, whole: Cache, needs: Needs, ca
         vars(layer).update({name: x for name, x in vars(held).items() if name not in own})  # a recurrent part
         of_layer, kept = cast(LayerStudent, modules[index].student), needs.layers[index]
         layer.memory = [state_of_group(of_layer, group, kept) for group in of_layer.head_groups()]
-        layer.tokens_read, layer.device = kept.k.shape[2], kept.k.device
+        layer.tokens_read = kept.k.shape[2]
 
 
 def state_of_group(student: LayerStudent, group: HeadGroup, kept: LayerNeeds) -> Any:

@@ -225,7 +225,7 @@ class TextGraphs:
             else:
                 pools[place].lay_pool(0, pool)
                 pools[place].missing = 0
-            layer.tokens_read, layer.device = layer.tokens_read + tokens, pool.pool.device
+            layer.tokens_read += tokens
 
 
 class TextReader:
