@@ -32,7 +32,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # (q, k, v, 
 
 
 class TextsOfCache:
-    """The changes of texts that transformers asks for, of a cache and of its layers alike."""
+    """The changes that transformers asks for, of a cache and of its layers alike."""
 
     change: Callable[[Change], None]
 
@@ -44,6 +44,13 @@ class TextsOfCache:
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.change(lambda x: x[indices])
+
+    def crop(self, *args: object) -> None:
+        """Refuse, before any layer is changed."""
+        raise ValueError(
+            "a linearized model cannot forget tokens that it has read, because they are summed into a state of fixed "
+            "size: go on with a copy from before (cache.fork()), or generate without an assistant or prompt lookup"
+        )
 
 
 class LinearizedLayer(TextsOfCache, CacheLayerMixin):
@@ -109,12 +116,6 @@ class LinearizedLayer(TextsOfCache, CacheLayerMixin):
 
     def reset(self) -> None:
         self.tokens_read, self.memory, self.kept = 0, [], []
-
-    def crop(self, *args: object) -> None:
-        raise ValueError(
-            "a linearized model cannot forget tokens that it has read, because they are summed into a state of fixed "
-            "size: generate without an assistant model and without prompt lookup"
-        )
 
 
 class LinearizedAndRecurrentLayer(LinearizedLayer, LinearAttentionLayer):

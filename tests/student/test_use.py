@@ -52,6 +52,15 @@ def test_a_mask_that_says_more_than_padding_is_refused(family):
 
 
 @torch.no_grad()
+def test_a_cache_that_is_told_to_forget_tokens_refuses_and_keeps_all():
+    student, ids = student_of("gemma3_text"), tokens(1, 12)  # whose first layer keeps keys
+    cache = student(ids[:, :8])[CACHE]
+    with pytest.raises(ValueError, match="cannot forget tokens"):
+        cache.crop(-3)
+    torch.testing.assert_close(student(ids[:, 8:], **{CACHE: cache}).logits, student(ids).logits[:, 8:], **CLOSE)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("heads", [MIXED, SMALL], ids=["16 bits", "8 bits"])
 def test_a_call_may_hold_nothing_but_padding(heads):
     student, ids = student_of("llama", heads), tokens(1, 20)
