@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from linearizer.student.attention_interface import HALF_READ
 from linearizer.student.attention_of_student import tensors
 from linearizer.student.cache import FORMAT
 
@@ -47,7 +48,7 @@ def take_back_turn(cache: Any) -> None:
     if not turns_of(cache):
         raise ValueError(f"there is no turn to take back: call begin_turn before each, at most {MAX_TURNS} are kept")
     before = cache.turns.pop()
-    cache.layers, cache.rope_deltas, cache.is_half_read = before.layers, before.rope_deltas, False
+    cache.layers, cache.rope_deltas, cache.is_half_read = before.layers, before.rope_deltas, before.is_half_read
 
 
 def write_state(model: PreTrainedModel, cache: Any, path: str | os.PathLike) -> None:
@@ -60,6 +61,8 @@ def write_state(model: PreTrainedModel, cache: Any, path: str | os.PathLike) -> 
     stored: dict[str, Tensor] = {}
     sizes: list[tuple[int, int]] = []
     turns = turns_of(cache)
+    if any(state.is_half_read for state in [*turns, cache]):
+        raise ValueError(HALF_READ)
     for turn, state in enumerate([*turns, cache]):
         by_name = {
             name: tensor_at(*place).detach().cpu().clone(memory_format=torch.contiguous_format)

@@ -165,6 +165,7 @@ class LinearizedCache(TextsOfCache, Cache):
         layers = self.layers
         copied = LinearizedCache([x.copied_texts(change) if has_student(x) else copy_layer(x, change) for x in layers])
         copied.rope_deltas = None if self.rope_deltas is None else change(self.rope_deltas)
+        copied.is_half_read = self.is_half_read
         return copied
 
 

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from linearizer.plan.head_bytes import Head
+from linearizer.serve.saved_state import begin_turn, take_back_turn, write_state
 from linearizer.student.cache import CACHE
 from tests.support.models import MIXED, student_of, tokens
 
@@ -125,18 +126,24 @@ def test_padding_before_a_text_does_not_matter_without_positions_either(family, 
 
 
 @torch.no_grad()
-def test_a_cache_that_an_error_left_half_read_is_refused_and_a_copy_from_before_goes_on(monkeypatch):
+def test_a_cache_that_an_error_left_half_read_is_refused_and_a_copy_from_before_goes_on(monkeypatch, tmp_path):
     student, ids = student_of("llama"), tokens(1, 20)
     cache = student.empty_cache()
     student(ids[:, :10], **{CACHE: cache})
     before, last = cache.fork(), student.students()[-1]
+    begin_turn(cache)
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
         patch.setattr(last, "attend", fail)
         student(ids[:, 10:], **{CACHE: cache})
+    for half_read in (cache, cache.fork()):
+        with pytest.raises(ValueError, match="failed in the middle"):
+            student(ids[:, 10:], **{CACHE: half_read})
     with pytest.raises(ValueError, match="failed in the middle"):
-        student(ids[:, 10:], **{CACHE: cache})
-    expected = student(ids).logits[:, 10:]
-    torch.testing.assert_close(student(ids[:, 10:], **{CACHE: before}).logits, expected, atol=1e-4, rtol=1e-4)
+        write_state(student, cache, tmp_path / "state")
+    take_back_turn(cache)
+    for whole in (cache, before):
+        logits = student(ids[:, 10:], **{CACHE: whole}).logits
+        torch.testing.assert_close(logits, student(ids).logits[:, 10:], atol=1e-4, rtol=1e-4)
 
 
 def fail(*_):
