@@ -45,6 +45,7 @@ from transformers.utils import logging
 from .attention_interface import (
     IMPLEMENTATION,
     attention_by_layer,
+    decoder_of,
     hand_over_state,
     leave_out_weights,
     serve_decoder,
@@ -61,6 +62,7 @@ BEYOND = (
     "the text is longer than the {} positions that the teacher of this linearized model was made for: its state does "
     "not grow, but the model may write worse from here on, which was not measured"
 )
+TABLE = "the text is longer than the table of {} positions that this model has, as its teacher: give a shorter text"
 CODE = (
     *("modeling_linearized", "attention_interface", "attention_of_student", "layer_student", "cache"),
     "picture_positions",
@@ -232,6 +234,9 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         """Add a student to every layer of which the config describes the heads."""
         find_kernels()  # torch.compile cannot look for them
         self.call_reader: Any = None  # by which kernels read a call of all layers
+        most, words = getattr(self.text_config, "max_position_embeddings", None) or 0, self.get_input_embeddings()
+        tables = (x for x in decoder_of(self).modules() if isinstance(x, nn.Embedding) and x is not words)
+        self.has_table = any(0 <= table.num_embeddings - most <= 2 for table in tables)  # of positions, as gpt2 and opt
         modules, entries = attention_by_layer(self), self.config.linearized
         if len(entries["layers"]) != (count := self.text_config.num_hidden_layers):
             raise ValueError(f"the config describes {len(entries['layers'])} layers, the model has {count}")
@@ -309,7 +314,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         if torch.compiler.is_compiling():
             return self.read_by_layers(**arguments)
         inputs = arguments["input_ids"] if arguments["inputs_embeds"] is None else arguments["inputs_embeds"]
-        self.warn_beyond_positions(inputs, cache)
+        self.check_positions(inputs, cache, arguments.get("position_ids"))
         if (kernels := find_kernels()) is not None and (out := kernels.read_call(self, arguments)) is not None:
             return out
         return self.read_by_layers(**arguments)
@@ -318,10 +323,12 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         """Read tokens by the teacher's code."""
         return super().forward(**arguments)
 
-    def warn_beyond_positions(self, inputs: torch.Tensor | None, cache: Cache | None) -> None:
-        """Warn that a text is longer than the teacher's positions: a state has room for any length."""
+    def check_positions(self, inputs: Any, cache: Cache | None, positions: torch.Tensor | None) -> None:
+        """Warn that a text is longer than the teacher's positions: a state has room for any length, a table has not."""
         most = getattr(self.text_config, "max_position_embeddings", None)
         if most and inputs is not None and inputs.shape[1] + (0 if cache is None else cache.get_seq_length()) > most:
+            if self.has_table and (positions is None or positions.max() >= most):  # fewer, with padding
+                raise ValueError(TABLE.format(most))
             logger.warning_once(BEYOND.format(most))
 
     def empty_cache(self) -> LinearizedCache:

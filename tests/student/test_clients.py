@@ -13,6 +13,7 @@ from linearizer.method.checkpoint import load, save
 from linearizer.plan.head_bytes import Head
 from linearizer.student import attention_interface, modeling_linearized
 from linearizer.student.cache import CACHE
+from linearizer.teacher.observing import attending_as_teacher
 from tests.support.families import FAMILIES
 from tests.support.kernels import needs_compiler
 from tests.support.models import MIXED, student_of, teacher_of, tokens
@@ -105,6 +106,23 @@ def test_it_warns_where_a_text_is_longer_than_its_teacher_reads(capfd):
     assert "longer than the 16 positions" in capfd.readouterr().err
     student(ids)
     assert not capfd.readouterr().err  # once
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family, name", [("gpt2", "n_positions"), ("opt", "max_position_embeddings")])
+def test_it_refuses_a_text_longer_than_its_teachers_table_of_positions_and_counts_no_padding(family, name):
+    student, ids = student_of(family, **{name: 16}), tokens(1, 17)
+    with attending_as_teacher(student), pytest.raises(IndexError):  # on a GPU the process could not go on
+        student(ids)
+    whole = student(ids[:, :16])
+    for new, cache in ((ids, None), (ids[:, 16:], whole[CACHE])):
+        with pytest.raises(ValueError, match="table of 16 positions"):
+            student(new, **{CACHE: cache})
+    mask = torch.ones(1, 20, dtype=torch.long)
+    mask[:, :4] = 0
+    padded, places = torch.cat([ids[:, :4], ids[:, :16]], 1), (mask.cumsum(-1) - 1).clamp_min(0)
+    logits = student(padded, attention_mask=mask, position_ids=places).logits[:, 4:]
+    torch.testing.assert_close(logits, whole.logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
