@@ -99,10 +99,10 @@ def test_what_students_do_not_serve_is_refused_at_once():
 def test_it_warns_where_a_text_is_longer_than_its_teacher_reads(capfd):
     student, ids = student_of("llama", max_position_embeddings=16), tokens(1, 20)
     modeling_linearized.logger.warning_once.cache_clear()
-    cache = student(ids[:, :10]).past_key_values
-    student(ids[:, 10:16], past_key_values=cache)
+    cache = student(ids[:, :10])[CACHE]
+    student(ids[:, 10:16], **{CACHE: cache})
     assert not capfd.readouterr().err
-    student(ids[:, 16:17], past_key_values=cache)
+    student(ids[:, 16:17], **{CACHE: cache})
     assert "longer than the 16 positions" in capfd.readouterr().err
     student(ids)
     assert not capfd.readouterr().err  # once
