@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.utils import logging
 
-from .attention_of_student import Scores
+from .attention_of_student import Scores, tensors
 from .cache import CACHE, attend_by_length, empty_cache, has_student, take_cache
 from .layer_student import find_kernels
 
@@ -36,9 +36,8 @@ HALF_READ = (
     "the last call with this cache failed in the middle, so some layers have read its tokens and others have not: go "
     "on with a copy from before (cache.fork()), or read the text again"
 )
-NO_WEIGHTS = (
-    "a linearized model computes no weights between tokens, so its attentions are None: ask its teacher for them"
-)
+OTHER_TEXTS = "the cache has states of {} texts, the call {}: choose those of cache.fork() by batch_select_indices"
+NO_WEIGHTS = "a linearized model computes no weights between tokens: its attentions are None; ask its teacher for them"
 HANDED_OVER = {"linear_state": "memory", "has_read": "has_read", "part_order": "part_order"}  # of a cache's layer
 logger = logging.get_logger(__name__)
 Tensor = torch.Tensor
@@ -109,8 +108,7 @@ def linearized(
     scale, scores = score_scale(query, scaling), scores_of(module, kwargs)
 
     def read(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, states: list | None) -> Tensor:
-        out: Tensor = student(q, k, v, scale, real, states, *scores)
-        return out
+        return student(q, k, v, scale, real, states, *scores)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
         return attend_as_teacher(module, q, k, v, seen, scaling, **kwargs)[0].transpose(1, 2)
@@ -200,10 +198,9 @@ def give_cache(names: tuple, decoder: Any, args: tuple, kwargs: dict) -> tuple[t
         return None  # it attends as its teacher did
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     mask, positions, cache = kwargs.get("attention_mask"), kwargs.get("position_ids"), take_cache(kwargs)
-    if mask is not None and not isinstance(mask, dict) and getattr(mask, "ndim", None) != 2:
-        raise ValueError(NOT_SERVED)  # a dictionary holds masks that the model around its decoder made (gemma4)
     leave_out_weights(kwargs, decoder.config)
     inputs = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+    texts, tokens = inputs.shape[:2]
     if cache is None:
         use_cache = kwargs.get("use_cache")
         learns = decoder.training and torch.is_grad_enabled()
@@ -218,22 +215,28 @@ def give_cache(names: tuple, decoder: Any, args: tuple, kwargs: dict) -> tuple[t
     if torch.compiler.is_compiling() and mask is positions is cache is None:  # else transformers assumes packed texts
         kwargs["attention_mask"] = torch.ones(inputs.shape[:2], dtype=torch.long, device=inputs.device)
     past = 0 if cache is None else cache.get_seq_length()
+    if mask is not None and not isinstance(mask, dict):  # of masks that the model around its decoder made (gemma4)
+        if getattr(mask, "ndim", 0) != 2 or len(mask) != texts or not tokens <= mask.shape[1] <= past + tokens:
+            raise ValueError(f"{NOT_SERVED}: of the {tokens} new tokens, or of all {past + tokens}")
     numbers = positions if positions is None or positions.ndim == 2 else positions[: len(positions) - 3]
     if cache is not None and mask is None and numbers is not None and not past and restarts(numbers):
         raise ValueError(NOT_SERVED)  # without a cache transformers itself detects packed texts
     if cache is not None and not past and (kernels := find_kernels()) is not None:
         students = [getattr(module, "student", None) for module in decoder.attentions]
-        if inputs.shape[1] > max(getattr(student, "exact_tokens", 0) for student in students):
+        if tokens > max(getattr(student, "exact_tokens", 0) for student in students):
             kernels.begin_texts(students, [getattr(layer, "memory", None) for layer in cache.layers], inputs)
-    counted = isinstance(mask, torch.Tensor) and mask.shape[1] == past + inputs.shape[1]
+    counted = isinstance(mask, torch.Tensor) and mask.shape[1] == past + tokens
     if counted and positions is None and "position_ids" in names:
         kwargs["position_ids"] = positions_of(cast(Tensor, mask))[:, past:]
     elif mask is positions is None and past and "position_ids" in names and not all(decoder.linearized):
-        new = torch.arange(past, past + inputs.shape[1], device=inputs.device)  # bamba starts at 0
+        new = torch.arange(past, past + tokens, device=inputs.device)  # bamba starts at 0
         kwargs["position_ids"] = new[None]
     if cache is not None and not torch.compiler.is_compiling():
         if getattr(cache, "is_half_read", False):
             raise ValueError(HALF_READ)
+        states: list = next((layer.memory for layer in cache.layers if has_student(layer)), [])
+        if states and (held := len(next(iter(tensors(states[0]).values())))) != texts:
+            raise ValueError(OTHER_TEXTS.format(held, texts))
         cache.is_half_read = True
     return (), {**kwargs, CACHE: cache}
 

@@ -355,5 +355,4 @@ def behind(q: Tensor, tokens: int) -> Tensor:
 
 def counts_of(state: Any) -> Tensor:  # (batch,)
     """Count the tokens that each text's heads have read."""
-    count: Tensor = state.count if hasattr(state, "count") else state.real.sum(-1)
-    return count
+    return state.count if hasattr(state, "count") else state.real.sum(-1)

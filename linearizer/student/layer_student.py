@@ -214,8 +214,7 @@ class LayerStudent(nn.Module):
                 raise ValueError(f"KV heads {places} hold nothing: set a window, features, sinks or softmax")
             if module := code_of(head, feature_map):
                 others: Any = importlib.import_module(f".{module}", __package__)
-                made: nn.Module = others.make_group(head, places, sinks, (key_dim, value_dim), feature_map)
-                return made
+                return others.make_group(head, places, sinks, (key_dim, value_dim), feature_map)
             return HeadGroup(places, HeadKind(**{"window": 0, **head}), sinks, key_dim, value_dim)
 
         value_dim = value_dim or key_dim
@@ -312,8 +311,7 @@ class SharedStudent(nn.Module):
         return self.shared[0].exact_tokens
 
     def forward(self, *inputs: Any) -> Tensor:
-        out: Tensor = self.shared[0](*inputs)
-        return out
+        return self.shared[0](*inputs)
 
 
 def as_slice(heads: list[int]) -> slice | list[int]:

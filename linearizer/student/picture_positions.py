@@ -24,8 +24,7 @@ def numbering_part(model: nn.Module) -> Any:
 
 def deltas_of(cache: Any) -> torch.Tensor | None:
     """Return the differences of a cache's texts; None: their positions are the numbers of their tokens."""
-    deltas: torch.Tensor | None = getattr(cache, DELTAS, None)
-    return deltas
+    return getattr(cache, DELTAS, None)
 
 
 def place_tokens(model: nn.Module, arguments: dict[str, Any], cache: Any) -> None:

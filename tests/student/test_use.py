@@ -50,6 +50,24 @@ def test_a_mask_that_says_more_than_padding_is_refused(family):
     student, ids = student_of(family), tokens(1, 8)
     with pytest.raises(ValueError, match="custom masks are not served"):
         student(ids, attention_mask=torch.ones(8, 8, dtype=torch.bool).tril()[None, None])
+    for shape in ((1, 5), (1, 9), (2, 8)):
+        with pytest.raises(ValueError, match="of the 8 new tokens, or of all 8"):
+            student(ids, attention_mask=torch.ones(shape, dtype=torch.long))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("exact_tokens", [0, 40])
+def test_a_call_with_other_texts_than_its_cache_is_refused_and_goes_on_with_those_that_are_chosen(exact_tokens):
+    student, ids = student_of("llama", SMALL, exact_tokens=exact_tokens), tokens(2, 20)
+    cache = student(ids[:, :12])[CACHE]
+    with pytest.raises(ValueError, match="states of 2 texts, the call 1"):
+        student(ids[1:, 12:], **{CACHE: cache})
+    with pytest.raises(ValueError, match="states of 1 texts, the call 2"):
+        student(ids[:, 12:], **{CACHE: student(ids[:1, :12])[CACHE]})
+    chosen = cache.fork()
+    chosen.batch_select_indices(torch.tensor([1]))
+    expected = student(ids[1:]).logits[:, 12:]
+    torch.testing.assert_close(student(ids[1:, 12:], **{CACHE: chosen}).logits, expected, **CLOSE)
 
 
 @torch.no_grad()
