@@ -91,7 +91,7 @@ def read_twice(
         yield min(begin + PIECE_TOKENS, tokens)
     needs = Needs(tokens)
     for begin in range(0, tokens, size):
-        again = torch.cat([torch.tensor([[*request]]), ids[:, max(0, begin - LEAD) : begin + size]], 1)
+        again = torch.cat([ids.new_tensor([[*request]]), ids[:, max(0, begin - LEAD) : begin + size]], 1)
         with observing(student, needs.observe):
             deque(read_tokens(student, again, fork(whole)), 0)
         yield tokens + min(begin + size, tokens)
