@@ -26,6 +26,8 @@ DTYPES = (torch.bfloat16, torch.float32)
 Tensor = torch.Tensor
 Compute = Callable[[bool, torch.dtype], Sequence[Tensor]]  # (by kernels?, the dtype to compute in)
 
+NO_MEMORY = torch.OutOfMemoryError, MemoryError  # of a GPU, and of a kernel in C
+
 _verdicts: dict[tuple, bool] = {}  # by family and device, or by family, device, dtype and sizes
 _lock = threading.RLock()
 
@@ -66,7 +68,7 @@ def run_trial(place: tuple, case: tuple, x: Tensor, compute: Compute) -> None:
         return
     try:
         fault = find_fault(compute, x)
-    except torch.OutOfMemoryError:  # which says nothing about the kernels: the next call tries them again
+    except NO_MEMORY:  # which says nothing about the kernels: the next call tries them again
         return
     if fault is None:
         _verdicts[case] = True
@@ -84,8 +86,10 @@ def find_fault(compute: Compute, x: Tensor) -> str | None:
     """Describe what is wrong with kernels, or return None; compute(by_kernels, dtype) returns results."""
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
-            results = [compute(*arguments) for arguments in ((True, x.dtype), (False, x.dtype), (False, torch.float64))]
-    except torch.OutOfMemoryError:
+            with torch.device("cpu"):  # a trial draws its numbers there, whatever device tensors have by default
+                cases = (True, x.dtype), (False, x.dtype), (False, torch.float64)
+                results = [compute(*case) for case in cases]
+    except NO_MEMORY:
         raise
     except Exception as error:  # compilers, drivers and launches raise many kinds of errors with one meaning
         return f"they failed there with {type(error).__name__}: {shorten(error)}"

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from vllm.config import VllmConfig
 
 from linearizer.vllm_plugin.layer_reader import LayerReader, add_reader
+from linearizer.vllm_plugin.refusals import OTHER_WEIGHTS
 
 Tensor = torch.Tensor
 OTHER_LOGITS = (
@@ -57,11 +58,13 @@ class CheckpointLayers(nn.Module):
         own = dict(self.model.named_parameters(remove_duplicate=False)) | dict(self.model.named_buffers())
         missing = {name for name, _ in self.model.named_parameters()}
         for name, weight in weights:
+            if name not in own:
+                raise ValueError(OTHER_WEIGHTS.format("has a strange weight", name))
             own[name].data.copy_(weight)
             missing.discard(name)
         self.model.tie_weights()
         if missing:
-            raise ValueError(f"the checkpoint lacks {min(missing)}: download or make it again")
+            raise ValueError(OTHER_WEIGHTS.format("lacks", min(missing)))
         self.refuse_other_logits()
 
     @torch.no_grad()

@@ -202,7 +202,8 @@ def lay_out(
     student: LayerStudent, query_heads: int, dims: tuple[int, int], dtype: torch.dtype, begin: int
 ) -> StateRow | PoolRow:
     """Lay out the states of a layer from a byte on, as the code that will read them needs it."""
-    q, k, v = (torch.zeros(1, student.kv_heads, 2, dim, dtype=dtype) for dim in (dims[0], *dims))
+    device = torch.get_default_device()  # vLLM's, while it makes a model
+    q, k, v = (torch.zeros(1, student.kv_heads, 2, dim, dtype=dtype, device=device) for dim in (dims[0], *dims))
     q = q[:, :, None].expand(-1, -1, query_heads // student.kv_heads, -1, -1)
     by_triton = all(
         reads_in_triton(student, q[..., :tokens, :], k[:, :, :tokens], v[:, :, :tokens], is_scored)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
@@ -22,11 +23,10 @@ from linearizer.method.untrained import draw_layer, generator_at
 from linearizer.student.layer_student import LayerStudent
 from linearizer.vllm_plugin.checked_config import teacher_config
 from linearizer.vllm_plugin.layer_reader import LayerReader, add_reader, window_student
-from linearizer.vllm_plugin.refusals import OTHER_LAYERS, SHARED, WHOLE_ATTENTION
+from linearizer.vllm_plugin.refusals import OTHER_LAYERS, OTHER_WEIGHTS, SHARED, WHOLE_ATTENTION
 from linearizer.vllm_plugin.state_memory import bytes_of
 
 Tensor = torch.Tensor
-READERS: dict[str, StudentAttention] = {}  # of this process, by the names that compiled graphs contain
 STUDENT = re.compile(r"(\d+)\.\w+\.student\.(.+)")  # in the name of a weight: its layer, and its name there
 
 
@@ -35,18 +35,9 @@ class StudentAttention(nn.Module):
 
     def __init__(self, reader: LayerReader, attention: Attention) -> None:
         super().__init__()
-        self.student, self.reader, self.impl, self.name = (
-            reader.heads.student,
-            reader,
-            attention.impl,
-            attention.layer_name,
-        )
-        self.query_heads, self.heads, self.value_dim = (
-            attention.num_heads,
-            attention.num_kv_heads,
-            attention.head_size_v,
-        )
-        READERS[self.name] = self
+        self.student, self.reader, self.impl = reader.heads.student, reader, attention.impl
+        self.query_heads, self.heads = attention.num_heads, attention.num_kv_heads
+        self.value_dim, self.name = attention.head_size_v, attention.layer_name
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: object, **kwargs: object) -> Tensor:
         out = value.new_empty(value.shape[0], self.query_heads * self.value_dim)
@@ -62,8 +53,8 @@ class StudentAttention(nn.Module):
 
 
 def linearizer_attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, name: str) -> None:
-    """Attend as one step that graphs do not look into."""
-    out.copy_(READERS[name].attend(q, k, v))
+    """Attend as one step that graphs do not look into; they contain the name of a layer of the engine's model."""
+    out.copy_(get_forward_context().no_compile_layers[name].attend(q, k, v))
 
 
 def traced(q: Tensor, k: Tensor, v: Tensor, out: Tensor, name: str) -> None:
@@ -92,7 +83,7 @@ class NativeLayers(nn.Module):
         self.add_readers([attention for _, attention in found], config.linearized, model_config.dtype)
         for parent, attention in found:
             parent.attn = StudentAttention(self.by_layer[extract_layer_index(attention.layer_name)], attention)
-            del context[attention.layer_name]
+            context[attention.layer_name] = parent.attn
         described = {index for index, layer in enumerate(config.linearized["layers"]) if layer is not None}
         others = [
             name for name, x in context.items() if isinstance(x, AttentionLayerBase) and name not in self.recurrent
@@ -148,14 +139,15 @@ class NativeLayers(nn.Module):
                 if (match := STUDENT.search(name)) is None:
                     yield name, weight
                     continue
-                place = int(match[1]), match[2]
+                if (place := (int(match[1]), match[2])) not in own:
+                    raise ValueError(OTHER_WEIGHTS.format("has a strange weight", name))
                 own[place].data.copy_(weight)
                 missing.discard(place)
 
         self.model.load_weights(of_teacher())
         if missing:
             index, name = min(missing)
-            raise ValueError(f"the checkpoint lacks {name} of the student of layer {index}: download or make it again")
+            raise ValueError(OTHER_WEIGHTS.format("lacks", f"{name} of the student of layer {index}"))
         for index, whole in self.whole.items():
             copy_heads(whole, self.by_layer[index].heads.student, heads_of_rank(whole.kv_heads))
 

@@ -35,6 +35,7 @@ UNSERVED_HEADS = (
     "a KV head of this student keeps all tokens (--may-grow), and vLLM's plugin serves states of fixed size: make a "
     "student without --may-grow, or serve this one with `linearizer serve`"
 )
+OTHER_WEIGHTS = "the checkpoint {} {}: it is damaged, or of another version of linearizer: download or make it again"
 
 
 def version_problem(version: str | None = None) -> str:

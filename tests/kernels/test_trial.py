@@ -161,13 +161,14 @@ def test_what_is_compiled_goes_on_with_kernels_that_were_found_right(monkeypatch
     assert [*trial._verdicts.values()] == [True]
 
 
-def test_a_trial_that_finds_no_memory_says_nothing_of_the_kernels(launches, monkeypatch):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
+def test_a_trial_that_finds_no_memory_says_nothing_of_the_kernels(error, launches, monkeypatch):
     monkeypatch.setenv("LINEARIZER_KERNELS", "0")
     expected = read()
     monkeypatch.delenv("LINEARIZER_KERNELS")
 
     def full(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error("out of memory")
 
     with monkeypatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("error")

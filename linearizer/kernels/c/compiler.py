@@ -17,6 +17,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ def load_kernel(name: str, work: torch.dtype, wide: bool = False) -> Kernel | No
     source = SOURCE.read_text(encoding="utf-8")
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folders = Path(home) / "linearizer", Path(tempfile.gettempdir()) / f"linearizer-{os.getuid()}"
+    fault: Exception | None = None
     for flags in (("-march=native", *WIDEST * (wide and platform.machine() in X86)), ()):
         command = [*FLAGS, *flags, f"-DREAL={KINDS[work]}", f"-DWIDE={wide:d}"]
         machine = platform.machine(), platform.processor(), cpu_flags(), *command
@@ -73,8 +75,15 @@ def load_kernel(name: str, work: torch.dtype, wide: bool = False) -> Kernel | No
         for folder in folders:
             try:
                 return getattr(ctypes.CDLL(str(compiled(folder, key, source, command))), name)
-            except (OSError, subprocess.SubprocessError):
-                continue
+            except (OSError, subprocess.SubprocessError) as error:
+                fault = error
+    if (compiler := find_compiler()) is not None:
+        warnings.warn(
+            f"PyTorch does the work of the kernels in C, which takes longer, because {compiler} built none "
+            f"({type(fault).__name__}: {str(fault)[:200]})",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return None
 
 

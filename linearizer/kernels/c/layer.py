@@ -87,10 +87,10 @@ class ServedHeads:
         for index, group in enumerate(groups):
             if group.kind is None:
                 continue
-            if not kind.several_tokens and k.dtype != work and group.bits == 16:
-                continue  # a state in another type changes it at each call
-            layouts[index] = layout_of(group, k, v, work)
             kept_bf16 = group.bits == 16 and k.dtype != work
+            if kept_bf16 and (k.dtype != torch.bfloat16 or not kind.several_tokens):
+                continue  # the kernel rounds to bf16 alone, and a state in another type changes it at each call
+            layouts[index] = layout_of(group, k, v, work)
             capacities = group.kind.window, group.kind.slots, group.kind.block
             numbers += [len(group.heads), *capacities, *[group.bits] * 3, int(kept_bf16)]
         if not layouts:
@@ -179,7 +179,7 @@ class LayerInC:
         self.count.add_(q.shape[-2] if real is None else real.sum(-1))
         for index in self.windows if out.dtype != self.served.work else ():
             for name, x in tensors(memory[index]).items():
-                if name in VECTORS and x.is_floating_point():
+                if name in VECTORS and x.dtype == self.served.work:
                     setattr(memory[index], name, x.to(out.dtype))
 
 
