@@ -16,7 +16,7 @@ from linearizer.amounts import columns
 from linearizer.method.checkpoint import put_student_into
 from linearizer.plan.head_bytes import Head
 from linearizer.teacher.logits import kl_of
-from tests.benchmarks.real_texts import documents_to_judge, real_model
+from tests.benchmarks.real_texts import WORK, documents_to_judge, real_model
 from tests.support.models import allocation_of, layers_of
 
 SUBJECTS = {"teacher": None, "16 bits": 16, "8 bits": 8, "4 bits": 4}
@@ -27,7 +27,7 @@ PADDING = (0, 37, 150)
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="the folder of SmolLM2 135M, where it is made already")
-    folder = parser.parse_args().model or real_model(Path("real-model"))
+    folder = parser.parse_args().model or real_model(WORK)
     documents = documents_to_judge(AutoTokenizer.from_pretrained(folder), TOKENS, len(PADDING))
     ids = torch.cat([document.ids for document in documents])[:, :TOKENS]
     rows = [("", "mean", "largest", "mean, padded")]

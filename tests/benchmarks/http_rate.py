@@ -11,6 +11,7 @@ the seconds until the last answer has arrived: the prompts are read once before,
 import argparse
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -39,14 +40,15 @@ def main(arguments=None):
     parser.add_argument("--write", type=int, default=32, help="tokens of an answer")
     parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vLLM and this package")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    arguments = parser.parse_args(given)
     run = find_run(arguments.run)
     servers = {"": serving, **({"vLLM, ": serving_by_vllm} if arguments.vllm else {})}
     asked = [(begin, name) for name in ("teacher", "student") for begin in servers]
     rates = {begin + name: measure(servers[begin], run, name, arguments) for begin, name in asked}
     result = {
         "date": date.today().isoformat(),
-        "command": "python -m tests.benchmarks.http_rate",
+        "command": shlex.join(["python", "-m", "tests.benchmarks.http_rate", *given]),
         "student": f"{Path(run.plan.model).name}, {run.plan.strategy}, budget {run.plan.budget}, {run.plan.dtype}",
         "processors, and load average at the end": [os.cpu_count(), round(os.getloadavg()[1], 1)],
         "tokens of a prompt, and of an answer": [arguments.read, arguments.write],

@@ -63,7 +63,7 @@ from tests.benchmarks.real_texts import KINDS_JUDGED, WORK, documents_to_judge, 
 
 README = Path(__file__).parents[2] / "README.md"
 CHART = README.parent / "assets" / "quality.svg"
-BEGIN, END = "<!-- measured: python -m tests.benchmarks.real --table -->", "<!-- measured: end -->"
+BEGIN, END = "<!-- {}: python -m tests.benchmarks.real --table -->", "<!-- {}: end -->"  # of a table in README
 AT_ONCE = 4  # documents
 ASKED = 6  # documents, one of each kind, that numbers and tasks are hidden in, and that questions are about
 BUDGETS, LENGTHS = (128, 256, 512, 1024), (1024, 2048, 4096, 8192)
@@ -115,16 +115,18 @@ def main(arguments=None):
         return
     print(table.write())
     if arguments.table and arguments.out is None and arguments.model is None and arguments.texts is None:
-        write_between(README, table.short())
+        write_between(README, "in short", table.lead())
+        write_between(README, "measured", table.short())
         CHART.write_text(table.chart(), encoding="utf-8")
 
 
-def write_between(readme, text):
+def write_between(readme, name, text):
     """Write a table between its markers."""
-    before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
+    first, last = BEGIN.format(name), END.format(name)
+    before, begin, rest = readme.read_text(encoding="utf-8").partition(first)
+    _, end, after = rest.partition(last)
     if not end:
-        raise SystemExit(f"{readme} lacks the markers {BEGIN} and {END}")
+        raise SystemExit(f"{readme} lacks the markers {first} and {last}")
     readme.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 

@@ -26,8 +26,10 @@ DRAWN = {  # rows of the chart, by their names there
     "TOVA": "tova, 8 bits",
     "ZSMerge": "zsmerge, 8 bits",
 }
+NAMES = {row: name for name, row in DRAWN.items()}
 KINDS = {"student": "lz-student", "plain window": "lz-window"}  # how lines look
 DRAWN_BUDGET = 256  # at which all of them are drawn
+LEAD_LENGTH, LEAD_WINDOWS = 4096, (256, 1024)  # tokens, and budgets of windows
 TAIL = (
     " After the KL stands how many of 10,000 positions are catastrophic: the teacher loses less than 0.1 nats there, "
     "and the row more than 1."
@@ -110,13 +112,22 @@ class RealTable(Table):
         records = [record for record in self.ordered() if record["row"] in shown and "refused" not in record]
         lengths = sorted({length for record in records for length in lengths_of(record)})
         lines = [
-            [record["row"], str(record["budget"] or ""), held(record)]
+            [NAMES.get(record["row"], record["row"]), str(record["budget"] or ""), held(record)]
             + [self.kl_and_tail(record, length) for length in lengths]
             for record in records
         ]
         names = sorted({name for record in records for name in record["texts"]})
         head = ["", "budget", "state", *(f"KL, {length:,} tokens" for length in lengths)]
         return f"{grid(head, lines)}\n\nJudged on {count_kinds(names)}.{TAIL * any('; ' in line[-1] for line in lines)}"
+
+    def lead(self):
+        """Write what matters most of one length: the student of a budget, and windows of its bytes and of more."""
+        lines = [["the model's cache, which grows", held(self.find(TEACHER, 0), LEAD_LENGTH), "0", "0"]]
+        for name, budget in (("student", DRAWN_BUDGET), *(("plain window", budget) for budget in LEAD_WINDOWS)):
+            record = self.find(DRAWN[name], budget)
+            kl, share = (self.estimate(record, measure, LEAD_LENGTH)["mean"] for measure in ("kl", "catastrophic"))
+            lines.append([f"{name}, budget {budget}", held(record, LEAD_LENGTH), f"{kl:.4f}", in_ten_thousand(share)])
+        return grid([f"{LEAD_LENGTH:,} tokens", "state", "KL", "catastrophic, of 10,000 positions"], lines)
 
     def kl_and_tail(self, record, length):
         """Write the KL of a row, and how many of 10,000 positions are catastrophic."""
@@ -237,8 +248,10 @@ def mean_until(text, measure, length):
     return math.fsum(a * b for a, b in zip(text[measure], counts, strict=False)) / sum(counts)
 
 
-def held(record):
-    """Write how many bytes are held after the longest text, and after the shortest where they grow."""
+def held(record, length=None):
+    """Write how many bytes are held after a length, or after the longest text, and the shortest where they grow."""
+    if length is not None:
+        return size(record["state"][str(length)])
     sizes = [record["state"][str(length)] for length in lengths_of(record)]
     if not sizes:
         return ""

@@ -188,10 +188,11 @@ def test_short_names_stand_for_rows_and_every_row_has_a_line(tmp_path):
 
 def test_readme_shows_what_was_measured(tmp_path):
     table = RealTable(RESULTS / "real-smollm2-135m")
-    assert f"{BEGIN}\n{table.short()}\n{END}" in README.read_text(encoding="utf-8")
+    for name, text in (("in short", table.lead()), ("measured", table.short())):
+        assert f"{BEGIN.format(name)}\n{text}\n{END.format(name)}" in README.read_text(encoding="utf-8")
     assert table.chart() == CHART.read_text(encoding="utf-8")
     assert table.markdown() == table.file("md").read_text(encoding="utf-8")
     (tmp_path / "README.md").write_text("# Words\n")
     with pytest.raises(SystemExit, match="lacks the markers"):
-        write_between(tmp_path / "README.md", "")
+        write_between(tmp_path / "README.md", "measured", "")
     assert (tmp_path / "README.md").read_text() == "# Words\n"
