@@ -299,13 +299,14 @@ class Run:
         self.write(name, seal(text))
 
     def remove(self) -> None:
-        """Remove the files of the run, and its folder if nothing else is in it."""
+        """Remove the files of the run, and its folder, also behind a link, if nothing else is in it."""
         last = [self.plan_file, "lock"]  # while these are present, removing can be repeated
         for name in [*sorted(FILES_OF_RUN.difference(last)), *last]:
             for path in (self.folder / name, self.folder / (name + UNFINISHED)):
                 remove(path)
         if self.folder.is_dir() and not any(self.folder.iterdir()):
-            self.folder.rmdir()
+            remove(self.folder.resolve())
+            remove(self.folder)  # the link
 
     def log(self, event: str, **details: Any) -> None:
         """Append an event; the time is seconds since 1970."""

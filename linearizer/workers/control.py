@@ -181,7 +181,7 @@ def use_now(run: Run) -> None:
 def delete(run: Run) -> None:
     """Remove the files of a run, and its folder if nothing else is in it."""
     Run.open(run.folder)
-    with run.take_lock(), writing(run.folder):
+    with run.take_lock():
         run.remove()
 
 

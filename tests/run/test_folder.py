@@ -7,6 +7,7 @@ import pytest
 
 from linearizer.errors import FolderError
 from linearizer.plan.plan import Plan
+from linearizer.run.files import remove
 from linearizer.run.folder import Run
 
 
@@ -44,6 +45,12 @@ def test_a_run_begins_where_another_was_killed_as_it_began(tmp_path):
     run = Run.create(tmp_path / "run", Plan("demo", budget=64))
     (run.folder / "plan.json").rename(run.folder / "plan.json.unfinished")
     assert Run.create(run.folder, plan := Plan("demo", budget=32)).plan == plan
+
+
+def test_a_file_that_cannot_be_removed_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FolderError, match=r"file/x' cannot be removed \(Not a directory\): make its folder writable"):
+        remove(tmp_path / "file" / "x")
 
 
 def test_a_folder_that_may_not_be_listed_is_refused(tmp_path, monkeypatch):
