@@ -240,6 +240,7 @@ class BlockLayout:
 
 
 @lru_cache(maxsize=32)
+@torch.inference_mode(False)  # no gradient can be computed with indices that were made in inference mode
 def block_layout(grid: tuple[int, ...], block: tuple[int, ...], device: torch.device) -> BlockLayout:
     """Lay blocks over the axes of a grid; near a block are itself and those around it."""
     if len(grid) != len(block):
