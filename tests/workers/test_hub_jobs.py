@@ -17,11 +17,13 @@ from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.events import EventName
+from linearizer.run.folder import Run
 from linearizer.run.hub_job import FILE, HubJob
 from linearizer.teacher import streaming
 from linearizer.workers import control, hub_jobs
 from linearizer.workers.hub_jobs import follow_job
 from linearizer.workers.job_minutes import guess_minutes
+from linearizer.workers.runs import delete_run
 from tests.support.runs import (
     QUICK,
     inspection_of,
@@ -263,6 +265,15 @@ def test_what_can_be_refused_is_refused_before_anything_is_sent(begin, hub, tmp_
     with pytest.raises(RequestError, match="choose from nothing now; nothing was begun"):
         begin()
     assert not hub.jobs and not hub.buckets and not (tmp_path / "runs" / "run" / "plan.json").exists()
+
+
+def test_a_damaged_run_of_a_job_is_deleted(hub, tmp_path):
+    for damaged in (FILE, "plan.json", "begun.json"):
+        run = Run.create(tmp_path / "run", PLAN)
+        run.write_product(FILE, OFFER.to_json())
+        run.write(damaged, "{broken")
+        delete_run(run, ME)
+        assert not run.folder.exists()
 
 
 def test_a_price_for_a_unit_that_nobody_knows_is_refused(begin, hub):
