@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from contextlib import redirect_stdout
 from dataclasses import replace
 from itertools import pairwise
@@ -69,8 +70,8 @@ def test_a_run_makes_a_student_that_loads_and_is_judged_beside_controls(sentence
     ours = encoder_run.load_student(folder / "checkpoint")
     with torch.no_grad():
         assert torch.equal(student(**given).last_hidden_state, ours(**given).last_hidden_state)
-    kept = (sentence_encoder / "1_Pooling" / "config.json").read_text()
-    assert (folder / "checkpoint" / "1_Pooling" / "config.json").read_text() == kept
+    for name in ("modules.json", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"):
+        assert (folder / "checkpoint" / name).read_bytes() == (sentence_encoder / name).read_bytes()
     for name in ("config.json", "README.md"):
         assert str(sentence_encoder.parent) not in (folder / "checkpoint" / name).read_text()
 
@@ -251,6 +252,16 @@ def test_distillation_brings_a_student_nearer_to_its_teacher_or_leaves_it(
 def test_what_cannot_be_served_is_refused_before_any_work(words, reason, sentence_encoder, topics, tmp_path, said):
     code, _, error = said("run", sentence_encoder, *options(topics, tmp_path / "run"), *words)
     assert code == 2 and reason in error and not (tmp_path / "run").exists()
+
+
+def test_a_module_with_weights_in_a_pickle_alone_is_refused(sentence_encoder, topics, tmp_path, said):
+    model = shutil.copytree(sentence_encoder, tmp_path / "model")
+    (model / "2_Dense" / "model.safetensors").rename(model / "2_Dense" / "pytorch_model.bin")
+    code, _, error = said("run", model, *options(topics, tmp_path / "run"))
+    assert code == 2 and "has no 2_Dense/model.safetensors, and a pickle can run any code" in error
+    (model / "modules.json").write_text('[{"path": 2}]')
+    code, _, error = said("run", model, *options(topics, tmp_path / "run"))
+    assert code == 2 and "has a damaged modules.json" in error and not (tmp_path / "run").exists()
 
 
 def test_neither_a_causal_model_nor_a_job_takes_options_of_encoders(said):
