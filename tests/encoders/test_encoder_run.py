@@ -56,6 +56,8 @@ def test_a_run_makes_a_student_that_loads_and_is_judged_beside_controls(sentence
     product, folder = product
     (judged,) = product["quality"]
     assert list(judged["rows"]) == ["student", "before training", "merged tokens", "window"]
+    steps = [event["done"] for event in Run(folder).events() if event["event"] == "distill"]
+    assert steps == [1, 2, 1, 2]  # of the student, and of its control
     assert all(row["kl"]["mean"] >= 0 and row["keys"] <= 40 for row in judged["rows"].values())
     low, high = judged["rows"]["window"]["apart"]["interval"]
     difference = judged["rows"]["student"]["kl"]["mean"] - judged["rows"]["window"]["kl"]["mean"]
@@ -192,7 +194,7 @@ def test_pictures_are_read_through_the_processor_of_their_model(tmp_path, said):
     size = {"size": {"height": 56, "width": 56}, "do_center_crop": False, "image_processor_type": "BitImageProcessor"}
     (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(size))
     (tmp_path / "pictures").mkdir()
-    for number in range(6):
+    for number in range(8):
         pixels = np.random.default_rng(number).integers(0, 255, (40, 30, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / "pictures" / f"{number}.png")
     words = ["--budget", 40, "--texts", 4, "--steps", 1, "--batch", 2, "--pictures", tmp_path / "pictures"]
@@ -204,7 +206,7 @@ def test_pictures_are_read_through_the_processor_of_their_model(tmp_path, said):
     code, out, error = said("run", tmp_path / "model", *words, "--out", tmp_path / "of_dataset", "--json")
     assert code == 0 and json.loads(out)["quality"][0]["rows"] == product["quality"][0]["rows"], error
     code, _, error = said("run", tmp_path / "model", *words, "--texts", 9, "--out", tmp_path / "more")
-    assert code == 2 and "has 6 pictures, and 11 are needed" in error
+    assert code == 2 and "has 8 pictures, and 13 are needed" in error
     (tmp_path / "pictures" / "0.png").write_bytes(b"none")
     for folder in ("", "dataset:"):
         words[-1] = f"{folder}{tmp_path / 'pictures'}"
