@@ -152,11 +152,6 @@ class HeadsOfLayer:
     ways: tuple[BothWays, ...]
 
     @property
-    def keys(self) -> float:
-        """Keys that a token sees, a mean over the heads."""
-        return sum(way.keys for way in self.ways) / len(self.ways)
-
-    @property
     def first(self) -> int:
         return self.ways[0].first
 

@@ -17,9 +17,10 @@ from transformers.models.auto.tokenization_auto import AutoTokenizer
 from linearizer import pipeline
 from linearizer.cli.main import main
 from linearizer.encoders import distill_encoder, encoder_run
+from linearizer.encoders.attention_both_ways import BothWays
 from linearizer.encoders.attention_interface import IMPLEMENTATION
 from linearizer.encoders.distill_encoder import distil, read_states, states_loss
-from linearizer.encoders.encoder_folder import EncoderRun
+from linearizer.encoders.encoder_folder import BY_PRICE, WAYS, ChosenWays, EncoderRun
 from linearizer.encoders.encoder_inputs import share_out
 from linearizer.encoders.encoder_quality import LayerTime, Outputs, describe_scores, log_similarities, score
 from linearizer.encoders.kinds import ENCODER
@@ -212,6 +213,13 @@ def test_pictures_are_read_through_the_processor_of_their_model(tmp_path, said):
         words[-1] = f"{folder}{tmp_path / 'pictures'}"
         code, _, error = said("run", tmp_path / "model", *words, "--out", tmp_path / "again")
         assert code == 2 and ("cannot be read" if folder else "0.png' is not a picture that can be read") in error
+
+
+def test_a_head_counts_with_no_more_keys_than_there_are_tokens(sentence_encoder, topics, tmp_path):
+    encoder = ENCODER.begin(tmp_path / "run", EncoderPlan(str(sentence_encoder), 40, 160, topics))
+    whole = encoder.uniform_layers(BothWays((54,), 0, 1, 1))
+    encoder.run.write_product(WAYS, ChosenWays.of(BY_PRICE, whole, {}).to_json())
+    assert whole[0].ways[0].keys > encoder.keys == 160
 
 
 def test_distillation_brings_a_student_nearer_to_its_teacher_or_leaves_it(
