@@ -93,7 +93,7 @@ def begin(
         if here:
             checks.check_disks(folder, plan, source, inspection)
     except LinearizerError:
-        run.remove(started=False)
+        run.remove()
         raise
     return run
 

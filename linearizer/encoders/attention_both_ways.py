@@ -152,11 +152,6 @@ class HeadsOfLayer:
     ways: tuple[BothWays, ...]
 
     @property
-    def keys(self) -> float:
-        """Keys that a token sees, a mean over the heads."""
-        return sum(way.keys for way in self.ways) / len(self.ways)
-
-    @property
     def first(self) -> int:
         return self.ways[0].first
 
@@ -240,6 +235,7 @@ class BlockLayout:
 
 
 @lru_cache(maxsize=32)
+@torch.inference_mode(False)  # no gradient can be computed with indices that were made in inference mode
 def block_layout(grid: tuple[int, ...], block: tuple[int, ...], device: torch.device) -> BlockLayout:
     """Lay blocks over the axes of a grid; near a block are itself and those around it."""
     if len(grid) != len(block):

@@ -89,8 +89,9 @@ class EncoderRun:
 
     @property
     def keys(self) -> float:
-        """How many keys a token sees, a mean over all heads of the student."""
-        return sum(layer.keys for layer in self.ways.layers) / self.inspection.layers
+        """How many keys a token sees, a mean over all heads of the student; none sees more than there are tokens."""
+        ways = [way for layer in self.ways.layers for way in layer.ways]
+        return sum(min(way.keys, self.tokens) for way in ways) / len(ways)
 
     @property
     def typical_layer(self) -> HeadsOfLayer:

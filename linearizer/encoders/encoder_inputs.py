@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from linearizer.encoders.inspect_encoder import auto_class_of
 from linearizer.encoders.modeling_encoder import CLASSES
 from linearizer.errors import ModelNotAvailable, TextError, first_line
 from linearizer.hub.models import CONFIG, Source, fetch
@@ -37,9 +36,11 @@ class EncoderFiles:
     last: int
 
 
-def load_encoder(source: Source, config: PreTrainedConfig, token: str | None = None) -> PreTrainedModel:
+def load_encoder(
+    source: Source, config: PreTrainedConfig, auto_class: str, token: str | None = None
+) -> PreTrainedModel:
     """Load an encoder in float32."""
-    kind, folder = CLASSES[auto_class_of(config)], fetch_weights(source, token)
+    kind, folder = CLASSES[auto_class], fetch_weights(source, token)
     return load_intact(source.name, partial(kind.from_pretrained, folder, config=config, dtype=torch.float32, **SAFELY))
 
 

@@ -6,7 +6,7 @@ encoder_folder.py describes its folder. Finished products are kept: a resumed ru
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
@@ -34,10 +34,11 @@ from linearizer.encoders.encoder_prices import choose_by_prices, list_offers, me
 from linearizer.encoders.encoder_quality import Judgement, MergedTokens, Quality, describe_scores, read_outputs, score
 from linearizer.encoders.inspect_encoder import inspect_encoder
 from linearizer.encoders.modeling_encoder import LinearizedEncoder, LinearizedEncoderConfig
+from linearizer.encoders.sentence_files import check_modules, read_modules, read_sentence_files
 from linearizer.encoders.stretch_positions import MOST_STRETCHED, stretch_positions
 from linearizer.errors import FolderError, RequestError, TextError
 from linearizer.evaluate.language import Units, owners_of
-from linearizer.hub.models import Source, fetch, find_model
+from linearizer.hub.models import Source, find_model
 from linearizer.plan.encoder_plan import EncoderInspection, EncoderPlan
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
@@ -49,8 +50,6 @@ from linearizer.run.weight_digests import write_digests
 from linearizer.teacher.devices import choose_device
 from linearizer.teacher.load import load_config
 
-LENGTHS_OF = "sentence_bert_config.json"
-SENTENCES = ("modules.json", LENGTHS_OF, "config_sentence_transformers.json", "*_*/config.json")
 STUDENT, UNTRAINED, MERGED, WINDOW = "student", "before training", "merged tokens", "window"
 ALIKE = "all heads alike, before training"
 PRICED, LEAST_PRICED = 16, 4  # texts on which ways to attend are priced; as many others decide between them
@@ -59,14 +58,20 @@ PRICED_TOKENS = 2**15  # of these texts: longer ones are fewer
 
 def inspect(model: str, token: str | None = None) -> EncoderInspection:
     """Inspect an encoder without downloading weights; refuse one that cannot be linearized."""
-    source = find_model(model, token)
-    return inspect_encoder(source, load_config(source, token))
+    return inspect_source(find_model(model, token), token)
+
+
+def inspect_source(source: Source, token: str | None) -> EncoderInspection:
+    """Inspect an encoder; of its transformer sentence-transformers reads hidden states, whatever its config names."""
+    is_headless = any(module.type.endswith(".Transformer") for module in read_modules(source, token))
+    return inspect_encoder(source, load_config(source, token), "AutoModel" if is_headless else None)
 
 
 def decide(plan: EncoderPlan, token: str | None = None) -> tuple[EncoderPlan, EncoderInspection]:
     """Decide the revision and the length that a plan leaves open; inspect its model with its tokenizer or processor."""
     source = find_model(plan.model, token)
-    inspection = inspect_encoder(source, load_config(source, token))
+    inspection = inspect_source(source, token)
+    check_modules(source, token)
     length = decide_length(plan, inspection)
     files = load_files(source, inspection, token)
     if inspection.reads == "pictures":
@@ -253,7 +258,7 @@ def read_shares(encoder: EncoderRun, plan: EncoderPlan, token: str | None) -> Sh
 def load_teacher(encoder: EncoderRun, token: str | None = None) -> PreTrainedModel:
     """Load the teacher of a run; for texts longer than its positions, interpolate these."""
     source = find_model(encoder.plan.model, token)
-    teacher = load_encoder(source, load_config(source, token), token)
+    teacher = load_encoder(source, load_config(source, token), encoder.inspection.auto_class, token)
     if encoder.stretched:
         stretch_positions(teacher, encoder.tokens)
     return teacher.to(choose_device(encoder.plan.device))
@@ -286,20 +291,11 @@ def save(encoder: EncoderRun, student: LinearizedEncoder, folder: Path, token: s
         entry = content["auto_map"]["AutoModel"]  # transformers names the code under one class
         content["auto_map"] |= {encoder.inspection.auto_class: entry}
         (unfinished / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        for name, content in files_of_sentences(encoder, source, token):
+        stretched = encoder.tokens if encoder.stretched else None
+        for name, content in read_sentence_files(source, stretched, token):
             place = unfinished / name
             place.parent.mkdir(exist_ok=True)
             place.write_bytes(content)
-
-
-def files_of_sentences(encoder: EncoderRun, source: Source, token: str | None) -> Iterator[tuple[Path, bytes]]:
-    """Read a teacher's files for sentence-transformers, with the length of stretched texts."""
-    originals = fetch(source, SENTENCES, token)
-    for path in (path for pattern in SENTENCES for path in originals.glob(pattern) if path.is_file()):
-        content = path.read_bytes()
-        if path.name == LENGTHS_OF and encoder.stretched:
-            content = json.dumps({**json.loads(content), "max_seq_length": encoder.tokens}).encode()
-        yield path.relative_to(originals), content
 
 
 def load_student(folder: Path) -> LinearizedEncoder:

@@ -54,10 +54,14 @@ def auto_class_of(config: PreTrainedConfig) -> str:
     return "AutoModel"
 
 
-def inspect_encoder(source: Source, config: PreTrainedConfig) -> EncoderInspection:
-    """Describe an encoder; refuse it if its attention is more than softmax over all tokens."""
+def inspect_encoder(source: Source, config: PreTrainedConfig, auto_class: str | None = None) -> EncoderInspection:
+    """Describe an encoder; refuse it if its attention is more than softmax over all tokens.
+
+    It is loaded by `auto_class`, or by that of the architecture in its config.
+    """
+    auto_class = auto_class or auto_class_of(config)
     try:
-        model = build_blueprint(config, CLASSES[auto_class_of(config)])
+        model = build_blueprint(config, CLASSES[auto_class])
         shapes = run_blueprint(lambda: watch_encoder(model))
     except Refused as refused:
         name, reason, remedy = source.name, refused.reason, refused.remedy
@@ -72,7 +76,7 @@ def inspect_encoder(source: Source, config: PreTrainedConfig) -> EncoderInspecti
         **source.facts,
         architecture=(config.architectures or [type(model).__name__])[0],
         model_type=config.model_type,
-        auto_class=auto_class_of(config),
+        auto_class=auto_class,
         reads="pictures" if pictures else "texts",
         tested=config.model_type in TESTED,
         layers=len(shapes),

@@ -156,10 +156,11 @@ class LinearizedEncoder(PreTrainedModel):
         token_type_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         pixel_values: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,  # by its name transformers' Trainer knows that a model takes them
         **kwargs: Any,
     ) -> Any:
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
-        inputs |= {"inputs_embeds": inputs_embeds, "pixel_values": pixel_values}
+        inputs |= {"inputs_embeds": inputs_embeds, "pixel_values": pixel_values, "labels": labels}
         if kwargs.get("output_attentions"):
             logger.warning_once(NO_WEIGHTS)
             kwargs["output_attentions"] = False

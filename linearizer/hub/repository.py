@@ -275,8 +275,10 @@ def commit(
     deletions = [CommitOperationDelete(path) for path in obsolete if path in list_files(info)]
     if info.sha and not deletions and not list_differing(info, additions):
         return str(info.sha)
-    options = {"repo_type": repo.kind, "parent_commit": info.sha}
-    return hub.create_commit(repo.repo_id, [*additions, *deletions], commit_message=message, **options).oid
+    parent = repo.head or info.sha  # the Hub refuses to overwrite what someone else has written since
+    return hub.create_commit(
+        repo.repo_id, [*additions, *deletions], commit_message=message, repo_type=repo.kind, parent_commit=parent
+    ).oid
 
 
 def bytes_of(content: Content) -> bytes:

@@ -40,13 +40,13 @@ class EncoderPlan(JsonProduct):
 
     @property
     def learnt(self) -> int:
-        """The number of texts or pictures for training."""
-        return self.steps * self.batch
+        """The number of texts or pictures for training: one batch a step, and one that decides about its result."""
+        return (self.steps + 1) * self.batch if self.steps else 0
 
     @property
     def least(self) -> int:
         """The number of these that there must be at least."""
-        return min(self.steps, 1) * self.batch
+        return 2 * self.batch if self.steps else 0
 
     @property
     def budget_in_words(self) -> str:

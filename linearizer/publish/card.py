@@ -33,6 +33,7 @@ from linearizer.report.head_needs import needs_of, needs_table
 from linearizer.report.parts import PART_VIEWS
 from linearizer.report.tables import Table, describe_environment, describe_heads
 from linearizer.report.verdict import candidates_table, find_correction
+from linearizer.run.events import EventName, newest_events
 from linearizer.run.files import write_whole
 from linearizer.run.folder import Run
 from linearizer.run.names import HubName
@@ -332,7 +333,9 @@ class EncoderCard(Card):
     def weight_change(self) -> str:
         encoder = self.encoder
         changes = ["the table of positions was interpolated"] if encoder.stretched else []
-        if steps := encoder.plan.steps:
+        if encoder.plan.steps:
+            newest = next(newest_events(self.run.log_file, EventName.DISTILL), {"total": encoder.plan.steps})
+            steps = newest["total"]  # fewer than planned if the source was short
             undone = "which is undone if it did not lower the error on other inputs"
             changes.append(f"the layers were distilled for {steps:,} steps, {undone}")
         return "; ".join(changes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from importlib.metadata import version
 from typing import Any
 
@@ -12,6 +13,7 @@ from huggingface_hub import SpaceCardData
 
 from linearizer.encoders.denoiser import PIPELINE
 from linearizer.encoders.encoder_report import judge_any_run
+from linearizer.encoders.sentence_files import FILES as SENTENCES
 from linearizer.errors import FaultError, RequestError
 from linearizer.hub.models import access_token
 from linearizer.hub.repository import (
@@ -33,12 +35,14 @@ from linearizer.run.events import EventName
 from linearizer.run.files import PACKAGE, find_carried, project_folder
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import FILE as HUB_JOB
-from linearizer.run.weight_digests import check_weights
+from linearizer.run.weight_digests import PROCESSOR, TOKENIZER, check_weights
 
 CONFIG = "config.json"
 MODEL_TYPES = ("linearized", "linearized_encoder")  # of all students
 APP_FILES = {"app.py", "linearizer/__main__.py"}
-REPLACED = (".safetensors", ".safetensors.index.json", ".py")
+REPLACED = (  # files of an earlier student that another might load
+    "*.safetensors", "*.safetensors.index.json", "*.py", "generation_config.json", *TOKENIZER, *PROCESSOR, *SENTENCES
+)  # fmt: skip
 FITTED_FILES = ("README.md", "requirements.txt")  # rewritten for a Space
 TOP_FILES = ("app.py", "LICENSE", "pyproject.toml", *FITTED_FILES)
 PREINSTALLED = ("gradio", "triton")  # gradio by the Space's sdk_version, triton by torch
@@ -95,7 +99,8 @@ def publish(run: Run | None, repo_id: str, *, private: bool = True, token: str |
     repo = find_target(repo_id, private, token, "space" if run is None else "model")
     files = files_to_send(run, repo)
     earlier = repo.files - files.keys()
-    removed = [name for name in earlier if (name.startswith("linearizer/") if run is None else name.endswith(REPLACED))]
+    replaced = ("linearizer/*",) if run is None else REPLACED
+    removed = [name for name in earlier if any(fnmatchcase(name, pattern) for pattern in replaced)]
     title = "Publish Linearizer as a Space" if run is None else "Publish a linearized model"
     revision = yield from upload(repo, files, title, removed, token)
     if run is None:

@@ -117,11 +117,15 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 def remove(path: Path) -> None:
     """Remove a file, or a folder with its contents, if it exists."""
-    with writing(path):
+    try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+    except OSError as error:
+        raise FolderError(
+            f"{str(path)!r} cannot be removed ({error.strerror}): make its folder writable for you, then try again"
+        ) from error
 
 
 def check_free_disk(folder: Path, needed: int) -> None:

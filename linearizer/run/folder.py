@@ -79,11 +79,14 @@ class Run:
 
     @staticmethod
     def is_begun(folder: Path, resume: bool = False) -> bool:
-        """Whether a folder holds a run to resume; refuse a folder where a run can neither begin nor resume."""
+        """Whether a folder holds a run to resume; refuse a folder where a run can neither begin nor resume.
+
+        So all that has the name of a file of the run is the run's, and may be removed with it.
+        """
         with writing(folder):  # a name may be too long, or a loop of links
             begun = (folder / Run(folder).plan_file).exists()
-            names = {path.name.removesuffix(UNFINISHED) for path in folder.iterdir()} if folder.is_dir() else set()
-            is_other = folder.exists() and (not folder.is_dir() or bool(names - FILES_OF_RUN))
+            paths = [*folder.iterdir()] if folder.is_dir() and not begun else []
+            is_other = (folder.exists() and not folder.is_dir()) or not all(map(is_remnant, paths))
         if begun and not resume:
             raise FolderError(
                 f"{str(folder)!r} holds a run already: add --resume to go on with it, or name another folder"
@@ -295,20 +298,15 @@ class Run:
         """Write a JSON object with its digest: damage of what decides the student must be noticed."""
         self.write(name, seal(text))
 
-    def remove(self, started: bool = True) -> None:
-        """Remove the files of the run, and its folder if nothing else is in it.
-
-        If it has not started, a `state` or `checkpoint` that is not empty existed before it, and is not removed.
-        """
+    def remove(self) -> None:
+        """Remove the files of the run, and its folder, also behind a link, if nothing else is in it."""
         last = [self.plan_file, "lock"]  # while these are present, removing can be repeated
         for name in [*sorted(FILES_OF_RUN.difference(last)), *last]:
             for path in (self.folder / name, self.folder / (name + UNFINISHED)):
-                if started or not path.is_dir():
-                    remove(path)
-                elif not path.is_symlink() and not any(path.iterdir()):
-                    path.rmdir()
+                remove(path)
         if self.folder.is_dir() and not any(self.folder.iterdir()):
-            self.folder.rmdir()
+            remove(self.folder.resolve())
+            remove(self.folder)  # the link
 
     def log(self, event: str, **details: Any) -> None:
         """Append an event; the time is seconds since 1970."""
@@ -377,6 +375,11 @@ class Run:
         """Remove a request that was served, or whose process has ended."""
         with writing(self.folder):
             (self.folder / name).unlink(missing_ok=True)
+
+
+def is_remnant(path: Path) -> bool:
+    """Whether a run that was killed as it began may have left a file or folder: `state` is then empty."""
+    return path.name.removesuffix(UNFINISHED) in FILES_OF_RUN and not (path.is_dir() and any(path.iterdir()))
 
 
 def read_plan(path: Path) -> Plan:

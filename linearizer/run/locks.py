@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from linearizer.errors import FolderError
+
 LOCK_SECONDS = 0.5  # seconds: a process that checks a lock holds it for a moment
 
 
@@ -54,16 +56,15 @@ def take_lock(path: Path, seconds: float = LOCK_SECONDS) -> Lock | None:
     """Take a lock; None if another process keeps it for the whole time."""
     deadline = time.monotonic() + seconds
     while True:
-        fd = open_file(path, os.O_RDWR | os.O_CREAT)
+        fd, taken = open_file(path, os.O_RDWR | os.O_CREAT), False
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            close(fd)
-        else:
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(fd), path.stat()):
-                    return Lock(fd)
-            close(fd)  # the file was deleted meanwhile, and a lock on it excludes nobody
+            with suppress(FileNotFoundError):  # the file was deleted meanwhile, and a lock on it excludes nobody
+                taken = lock_file(fd, path, fcntl.LOCK_EX) and os.path.samestat(os.fstat(fd), path.stat())
+        finally:
+            if not taken:
+                close(fd)
+        if taken:
+            return Lock(fd)
         if time.monotonic() >= deadline:
             return None
         time.sleep(0.01)
@@ -76,12 +77,23 @@ def is_held(path: Path) -> bool:
     except OSError:  # there is no file, or a link, which no process of ours holds
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two checks do not disturb each other
-    except BlockingIOError:
-        return True
+        return not lock_file(fd, path, fcntl.LOCK_SH)  # shared: two checks do not disturb each other
     finally:
         close(fd)
-    return False
+
+
+def lock_file(fd: int, path: Path, kind: int) -> bool:
+    """Lock an open file; return whether no other process keeps its lock."""
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise FolderError(
+            f"{str(path)!r} cannot be locked ({error.strerror}), because its file system keeps no locks: name a folder "
+            "on a local disk"
+        ) from error
+    return True
 
 
 def open_file(path: Path, flags: int) -> int:

@@ -181,13 +181,15 @@ def use_now(run: Run) -> None:
 def delete(run: Run) -> None:
     """Remove the files of a run, and its folder if nothing else is in it."""
     Run.open(run.folder)
-    with run.take_lock(), writing(run.folder):
+    with run.take_lock():
         run.remove()
 
 
 def rename(run: Run, name: str) -> Run:
     """Give a run that is not running another name in its folder of runs; replace nothing."""
     Run.open(run.folder)
+    if name in ("", "..") or name != Path(name).name:
+        raise RequestError(f"{name!r} is not the name of a folder: choose a name without /")
     folder = run.folder.with_name(name)
     with run.take_lock(), writing(folder):
         if os.path.lexists(folder):

@@ -145,7 +145,7 @@ def forecast_encoder(plan: EncoderPlan, inspection: EncoderInspection, speeds: S
     )
     students = 2 if plan.steps and plan.slots else 1  # the second is the window
     judging = plan.texts * (teacher + (2 + students) * student)
-    training = students * plan.learnt * (teacher + ADAPTER_PASSES * student) if plan.steps else 0.0
+    training = students * plan.learnt * (teacher + ADAPTER_PASSES * student)
     seconds = START_SECONDS + TIMING_SECONDS + weights / speeds.reads + judging + training
     return RunForecast(seconds, encoder_memory(plan, inspection), students * weights + download, download)
 

@@ -105,7 +105,7 @@ def run_in_job(
         control.start(run, token, cap=job.cap)
     except BaseException:
         if fresh:
-            run.remove(started=False)
+            run.remove()
         raise
     return run
 

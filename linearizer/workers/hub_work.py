@@ -17,7 +17,7 @@ from pathlib import Path
 
 from linearizer.errors import LinearizerError, Stopped
 from linearizer.hub.errors import redact
-from linearizer.hub.jobs_api import TROUBLE, Account
+from linearizer.hub.jobs_api import Account
 from linearizer.progress import finish
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
@@ -86,7 +86,7 @@ def exchange(run: Run, account: Account, place: str, ended: threading.Event) -> 
             if time.monotonic() > saved + SAVE_SECONDS:
                 save(run, account, place)
                 saved = time.monotonic()
-        except TROUBLE as error:
+        except Exception as error:  # the work goes on, and what was lost is sent later
             sys.stderr.write(f"the bucket cannot be reached now: {redact(error)}\n")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from linearizer.run.folder import Run
+from linearizer.run.hub_job import FILE as HUB_JOB
 from linearizer.run.hub_job import read_hub_job
 from linearizer.workers import control
 
@@ -32,8 +33,8 @@ def resume_run(
 
 
 def delete_run(run: Run, token: str | None = None) -> None:
-    """Delete a run that is not running, and the files of its jobs on the Hub."""
-    if read_hub_job(run) is not None and not control.status(run).live:
+    """Delete a run that is not running, and the files of its jobs on the Hub unless its own are too damaged."""
+    if run.has_file(HUB_JOB) and not run.is_locked:
         from linearizer.workers.hub_jobs import forget_in_bucket
 
         forget_in_bucket(run, token)

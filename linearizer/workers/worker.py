@@ -75,7 +75,7 @@ def work_in_foreground(run: Run, steps: Steps[Product], **details: Any) -> Steps
             return (yield from work_in_turn(run, lambda: steps))
         except RequestError:
             if is_new and not any(map(run.has_file, FIRST_PRODUCTS)):
-                run.remove(started=False)
+                run.remove()
             raise
 
 

@@ -115,7 +115,10 @@ def test_slots_hold_all_tokens_and_like_keys_rather_than_neighbours():
     assert spread(owner) < 0.5 * spread((torch.arange(400) // 10).expand(1, 2, 400))
 
 
-def test_gradients_reach_queries_keys_and_values():
-    inputs = [x.requires_grad_() for x in draw(130)]
-    BothWays((4,), 12, 1, 1).attend(*inputs, SCALE).square().sum().backward()
+def test_gradients_reach_queries_keys_and_values_also_after_inference():
+    inputs, how = [x.requires_grad_() for x in draw(130)], BothWays((4,), 12, 1, 1)
+    block_layout.cache_clear()
+    with torch.inference_mode():
+        how.attend(*inputs, SCALE)
+    how.attend(*inputs, SCALE).square().sum().backward()
     assert all(torch.isfinite(x.grad).all() and x.grad.abs().sum() > 0 for x in inputs)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from contextlib import redirect_stdout
 from dataclasses import replace
 from itertools import pairwise
@@ -16,9 +17,10 @@ from transformers.models.auto.tokenization_auto import AutoTokenizer
 from linearizer import pipeline
 from linearizer.cli.main import main
 from linearizer.encoders import distill_encoder, encoder_run
+from linearizer.encoders.attention_both_ways import BothWays
 from linearizer.encoders.attention_interface import IMPLEMENTATION
 from linearizer.encoders.distill_encoder import distil, read_states, states_loss
-from linearizer.encoders.encoder_folder import EncoderRun
+from linearizer.encoders.encoder_folder import BY_PRICE, WAYS, ChosenWays, EncoderRun
 from linearizer.encoders.encoder_inputs import share_out
 from linearizer.encoders.encoder_quality import LayerTime, Outputs, describe_scores, log_similarities, score
 from linearizer.encoders.kinds import ENCODER
@@ -55,6 +57,8 @@ def test_a_run_makes_a_student_that_loads_and_is_judged_beside_controls(sentence
     product, folder = product
     (judged,) = product["quality"]
     assert list(judged["rows"]) == ["student", "before training", "merged tokens", "window"]
+    steps = [event["done"] for event in Run(folder).events() if event["event"] == "distill"]
+    assert steps == [1, 2, 1, 2]  # of the student, and of its control
     assert all(row["kl"]["mean"] >= 0 and row["keys"] <= 40 for row in judged["rows"].values())
     low, high = judged["rows"]["window"]["apart"]["interval"]
     difference = judged["rows"]["student"]["kl"]["mean"] - judged["rows"]["window"]["kl"]["mean"]
@@ -69,8 +73,8 @@ def test_a_run_makes_a_student_that_loads_and_is_judged_beside_controls(sentence
     ours = encoder_run.load_student(folder / "checkpoint")
     with torch.no_grad():
         assert torch.equal(student(**given).last_hidden_state, ours(**given).last_hidden_state)
-    kept = (sentence_encoder / "1_Pooling" / "config.json").read_text()
-    assert (folder / "checkpoint" / "1_Pooling" / "config.json").read_text() == kept
+    for name in ("modules.json", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"):
+        assert (folder / "checkpoint" / name).read_bytes() == (sentence_encoder / name).read_bytes()
     for name in ("config.json", "README.md"):
         assert str(sentence_encoder.parent) not in (folder / "checkpoint" / name).read_text()
 
@@ -191,7 +195,7 @@ def test_pictures_are_read_through_the_processor_of_their_model(tmp_path, said):
     size = {"size": {"height": 56, "width": 56}, "do_center_crop": False, "image_processor_type": "BitImageProcessor"}
     (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(size))
     (tmp_path / "pictures").mkdir()
-    for number in range(6):
+    for number in range(8):
         pixels = np.random.default_rng(number).integers(0, 255, (40, 30, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / "pictures" / f"{number}.png")
     words = ["--budget", 40, "--texts", 4, "--steps", 1, "--batch", 2, "--pictures", tmp_path / "pictures"]
@@ -203,12 +207,19 @@ def test_pictures_are_read_through_the_processor_of_their_model(tmp_path, said):
     code, out, error = said("run", tmp_path / "model", *words, "--out", tmp_path / "of_dataset", "--json")
     assert code == 0 and json.loads(out)["quality"][0]["rows"] == product["quality"][0]["rows"], error
     code, _, error = said("run", tmp_path / "model", *words, "--texts", 9, "--out", tmp_path / "more")
-    assert code == 2 and "has 6 pictures, and 11 are needed" in error
+    assert code == 2 and "has 8 pictures, and 13 are needed" in error
     (tmp_path / "pictures" / "0.png").write_bytes(b"none")
     for folder in ("", "dataset:"):
         words[-1] = f"{folder}{tmp_path / 'pictures'}"
         code, _, error = said("run", tmp_path / "model", *words, "--out", tmp_path / "again")
         assert code == 2 and ("cannot be read" if folder else "0.png' is not a picture that can be read") in error
+
+
+def test_a_head_counts_with_no_more_keys_than_there_are_tokens(sentence_encoder, topics, tmp_path):
+    encoder = ENCODER.begin(tmp_path / "run", EncoderPlan(str(sentence_encoder), 40, 160, topics))
+    whole = encoder.uniform_layers(BothWays((54,), 0, 1, 1))
+    encoder.run.write_product(WAYS, ChosenWays.of(BY_PRICE, whole, {}).to_json())
+    assert whole[0].ways[0].keys > encoder.keys == 160
 
 
 def test_distillation_brings_a_student_nearer_to_its_teacher_or_leaves_it(
@@ -251,6 +262,16 @@ def test_distillation_brings_a_student_nearer_to_its_teacher_or_leaves_it(
 def test_what_cannot_be_served_is_refused_before_any_work(words, reason, sentence_encoder, topics, tmp_path, said):
     code, _, error = said("run", sentence_encoder, *options(topics, tmp_path / "run"), *words)
     assert code == 2 and reason in error and not (tmp_path / "run").exists()
+
+
+def test_a_module_with_weights_in_a_pickle_alone_is_refused(sentence_encoder, topics, tmp_path, said):
+    model = shutil.copytree(sentence_encoder, tmp_path / "model")
+    (model / "2_Dense" / "model.safetensors").rename(model / "2_Dense" / "pytorch_model.bin")
+    code, _, error = said("run", model, *options(topics, tmp_path / "run"))
+    assert code == 2 and "has no 2_Dense/model.safetensors, and a pickle can run any code" in error
+    (model / "modules.json").write_text('[{"path": 2}]')
+    code, _, error = said("run", model, *options(topics, tmp_path / "run"))
+    assert code == 2 and "has a damaged modules.json" in error and not (tmp_path / "run").exists()
 
 
 def test_neither_a_causal_model_nor_a_job_takes_options_of_encoders(said):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
+from transformers.utils import find_labels
 
 from linearizer.encoders.attention_both_ways import BothWays, HeadsOfLayer
 from linearizer.encoders.encoder_quality import MergedTokens
@@ -125,6 +126,13 @@ def test_gradients_for_pictures_are_the_same_where_layers_are_computed_again():
         gradients.append([x.grad.clone() for x in student.parameters() if x.grad is not None])
     for first, second in zip(*gradients, strict=True):
         torch.testing.assert_close(first, second)
+
+
+def test_labels_of_a_data_set_give_a_loss():
+    teacher = AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", **TEXT), attn_implementation="sdpa")
+    student, ids = student_of(teacher, sized(teacher)), inputs_of(teacher)["input_ids"]
+    assert find_labels(type(student)) == ["labels"]
+    assert student(input_ids=ids, labels=ids).loss > 0 and student(input_ids=ids).loss is None
 
 
 def test_a_config_is_read_from_its_teachers_and_written_to_it():

@@ -68,6 +68,9 @@ def test_a_run_is_renamed_only_where_nothing_is_changed_or_replaced(root, tmp_pa
         actions.rename_run(someone, "run", "new")
     with pytest.raises(RequestError, match="not one of your runs"):
         actions.rename_run(someone, "link", "new")
+    for name in ("", "..", "a/b", "../x"):  # of whoever calls it without the page
+        with pytest.raises(RequestError, match="is not the name of a folder"):
+            control.rename(run, name)
     before = run.id
     assert actions.rename_run(someone, "run", "new") == "new"
     assert someone.find_run("new").id == before and sorted(path.name for path in root.iterdir()) == [

@@ -7,10 +7,10 @@ from itertools import cycle
 import huggingface_hub
 import pytest
 
-from linearizer.errors import FaultError
+from linearizer.errors import FaultError, PublishError
 from linearizer.hub import repository
 from linearizer.publish import push
-from tests.support.publishing import HOW_THE_HUB_SENDS, ME, WEIGHTS, files_of, publish, refused, written
+from tests.support.publishing import HOW_THE_HUB_SENDS, ME, WEIGHTS, copy_run, files_of, publish, refused, written
 
 pytestmark = [pytest.mark.filterwarnings(HOW_THE_HUB_SENDS), pytest.mark.usefixtures("slept")]
 
@@ -52,6 +52,17 @@ def test_an_answer_that_was_lost_makes_no_second_commit(hub, run):
     hub.fail_next("/commit/", 503, done=True)
     done = publish(run)
     assert list(hub.repos["models", "me/student"].commits)[1:] == [done.revision]
+
+
+def test_a_commit_that_someone_else_makes_during_an_upload_is_not_overwritten(hub, run, tmp_path):
+    publish(run)
+    other = copy_run(run.folder, tmp_path / "other")
+    (other.checkpoint / "NOTICE").write_text("another student")
+    with pytest.raises(PublishError, match="someone else has changed it meanwhile: look at it, then try again"):
+        for progress in push.publish(other, "me/student", token=ME):
+            if progress.details.get("file") == "the commit":
+                hub.repos["models", "me/student"].replace({"theirs": b""})
+    assert files_of(hub) == {"theirs": b""}
 
 
 def test_the_hub_says_how_long_to_wait(hub, run, slept):

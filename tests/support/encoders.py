@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, initializer_range=0.2)
@@ -17,6 +18,8 @@ def write_sentence_encoder(folder):
     torch.manual_seed(0)
     config = AutoConfig.for_model("bert", **SIZES, vocab_size=64, max_position_embeddings=256)
     AutoModel.from_config(config).save_pretrained(folder)
+    of_its_origin = (folder / "config.json").read_text().replace("BertModel", "BertForMaskedLM")
+    (folder / "config.json").write_text(of_its_origin)  # as many sentence encoders have it
     words = Tokenizer(
         models.WordLevel({w: i for i, w in enumerate(["[PAD]", "[CLS]", "[SEP]", "[UNK]", *WORDS])}, "[UNK]")
     )
@@ -24,9 +27,18 @@ def write_sentence_encoder(folder):
     words.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", None, [("[CLS]", 1), ("[SEP]", 2)])
     special = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
     PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
-    (folder / "modules.json").write_text('[{"idx": 0, "name": "0", "path": "", "type": "Transformer"}]')
-    (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Dense", "Dense")]
+    listed = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (path, kind) in enumerate(modules)
+    ]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    settings = [{"pooling_mode_mean_tokens": True}, {"in_features": 32, "out_features": 16, "bias": True}]
+    for (path, _), values in zip(modules[1:], settings, strict=True):
+        (folder / path).mkdir()
+        (folder / path / "config.json").write_text(json.dumps(values))
+    dense = {"linear.weight": torch.randn(16, 32), "linear.bias": torch.zeros(16)}
+    save_file(dense, folder / "2_Dense" / "model.safetensors")
     return folder
 
 

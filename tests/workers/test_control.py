@@ -143,6 +143,13 @@ def test_deleting_takes_what_the_run_wrote_and_nothing_else(begin):
         control.delete(run)
 
 
+def test_deleting_a_run_behind_a_link_takes_the_link_too(begin, tmp_path):
+    run = begin()
+    (link := tmp_path / "link").symlink_to(run.folder)
+    control.delete(Run(link))
+    assert not run.folder.exists() and not link.is_symlink()
+
+
 def test_a_folder_of_runs_is_listed_whatever_else_is_in_it(begin, tmp_path):
     run, broken = begin(), begin("broken")
     (broken.folder / "plan.json").write_text("{")

@@ -17,11 +17,13 @@ from linearizer.plan.head_bytes import Layer
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.events import EventName
+from linearizer.run.folder import Run
 from linearizer.run.hub_job import FILE, HubJob
 from linearizer.teacher import streaming
-from linearizer.workers import control, hub_jobs
+from linearizer.workers import control, hub_jobs, hub_work
 from linearizer.workers.hub_jobs import follow_job
 from linearizer.workers.job_minutes import guess_minutes
+from linearizer.workers.runs import delete_run
 from tests.support.runs import (
     QUICK,
     inspection_of,
@@ -263,6 +265,31 @@ def test_what_can_be_refused_is_refused_before_anything_is_sent(begin, hub, tmp_
     with pytest.raises(RequestError, match="choose from nothing now; nothing was begun"):
         begin()
     assert not hub.jobs and not hub.buckets and not (tmp_path / "runs" / "run" / "plan.json").exists()
+
+
+def test_a_damaged_run_of_a_job_is_deleted(hub, tmp_path):
+    for damaged in (FILE, "plan.json", "begun.json"):
+        run = Run.create(tmp_path / "run", PLAN)
+        run.write_product(FILE, OFFER.to_json())
+        run.write(damaged, "{broken")
+        delete_run(run, ME)
+        assert not run.folder.exists()
+
+
+def test_an_exchange_with_the_bucket_that_fails_is_tried_again(hub, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(hub_work, "ASK_SECONDS", 0.01)
+    (account := Account(ME)).make_bucket()
+    run, ended = Run(tmp_path / "run"), threading.Event()
+    run.folder.write_text("")  # the Hub's client raises ValueError where a folder is none
+    thread = threading.Thread(target=hub_work.exchange, args=(run, account, "place", ended))
+    thread.start()
+    wait_until(lambda: "the bucket cannot be reached" in capsys.readouterr().err)
+    run.folder.unlink()
+    run.folder.mkdir()
+    run.log("started")
+    wait_until(lambda: account.list_files("place") == ["place/events.jsonl"])
+    ended.set()
+    thread.join()
 
 
 def test_a_price_for_a_unit_that_nobody_knows_is_refused(begin, hub):
