@@ -29,7 +29,7 @@ from linearizer.method.decide import decide
 from linearizer.method.initialise import initialise
 from linearizer.method.measure_run import measure_teacher, profile_share
 from linearizer.method.recorder import samples_of
-from linearizer.method.texts import TextsOfRun, texts_to_learn
+from linearizer.method.texts import TextsOfRun
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import ADJUSTABLE, Plan
@@ -151,7 +151,7 @@ def make_student(run: Run, token: str | None, ranks: Ranks = ALONE) -> Steps[Non
     yield from train(run, student, allocation, texts, ranks)
     made_with = {
         "text": run.plan.text,
-        "learnt": texts_to_learn(run.plan),
+        "learnt": texts.first_judged,
         "judged": len(texts.judged),
         "seed": run.plan.seed,
     }
