@@ -66,23 +66,22 @@ def length_chart(language: Language) -> str:
 def bytes_chart(run: Run, allocation: Allocation, part: Part[Language]) -> str:
     """Draw bytes and KL of the student and of its alternatives, on texts of the run's length.
 
-    A line shows the KL that prices predict for every budget, corrected by the KL of whole students.
+    A line shows the KL that prices predict for every budget, corrected by the KL of whole students. There is none
+    where the state grows: prices count its bytes at another length.
     """
-    plan, layers, language = run.plan, run.layers, part.result
+    layers, language = run.layers, part.result
     assert (read := part.read) is not None, "the part reads texts"
-    length = plan.resolved_length(run.positions)  # as long as what prices predict
+    length = run.plan.resolved_length(run.positions)  # as long as what prices predict
     at = language.at(length)
     subjects, length = (at.subjects, length) if at else (language.subjects, read.length)
-    state_bytes = allocation.state_bytes(layers, plan.target_tokens(run.positions) if plan.may_grow else 0)
-    sizes = {each.name: each.state_bytes * length // read.length for each in language.subjects}  # caches grow
-    sizes |= dict.fromkeys(SAME_BYTES, state_bytes)
-    lines, about = predicted_line(run), BY_BYTES.format(length)
+    state_bytes = max(allocation.state_bytes(layers, length), 1)  # an axis of factors has no zero
+    lines, about = [] if allocation.growth(layers) else predicted_line(run), BY_BYTES.format(length)
     if lines:
         about += f" The line is what the prices predict{corrected_by(run)}."
     for subject in subjects:
-        if subject.kl is not None and subject.name != "teacher":  # whose KL is zero
-            count, kl = max(sizes[subject.name], 1), subject.kl.mean
-            lines.append(named_line(subject.name, [(count, kl)], [f"KL {kl:.4g} with {size(count)}"]))
+        if subject.kl is not None and subject.name in SAME_BYTES:
+            notes = [f"KL {subject.kl.mean:.4g} with {size(state_bytes)}"]
+            lines.append(named_line(subject.name, [(state_bytes, subject.kl.mean)], notes))
     if not lines:
         return ""
     cache = head_bytes.cache_bytes(layers, length)

@@ -10,7 +10,7 @@ import pytest
 
 from linearizer.amounts import size
 from linearizer.page.visitors import example_folder
-from linearizer.plan.head_bytes import cache_bytes
+from linearizer.plan.head_bytes import Head, cache_bytes
 from linearizer.report.line_chart import BOTTOM, HEIGHT, TOP
 from linearizer.report.quality_charts import bytes_chart, length_chart
 from linearizer.run.folder import Run
@@ -75,3 +75,12 @@ def test_quality_by_bytes_marks_the_student_among_its_rivals_and_the_budgets_tha
     assert figure.count('<circle class="lz-unmarked"') == len(predicted)
     assert f"teacher’s cache, {size(cache_bytes(example.layers, length))}" in figure
     assert f" {TOP:.1f}" in figure  # a line to the top
+
+
+def test_bytes_of_a_state_that_grows_are_those_of_the_texts_that_were_judged_and_no_prices_stand_beside_them(example):
+    rows = [tuple(Head(softmax=True) for _ in row) for row in example.allocation.heads[:1]]
+    growing = replace(example.allocation, heads=(*rows, *example.allocation.heads[1:]))
+    part, length = example.results["language"], example.plan.length
+    _, lines = saved(bytes_chart(example, growing, part))
+    assert lines.keys() == {"student", "window"} and length < part.read.length
+    assert {points[0][0] for points in lines.values()} == {growing.state_bytes(example.layers, length)}
