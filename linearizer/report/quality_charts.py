@@ -46,7 +46,7 @@ def length_chart(language: Language) -> str:
             points = [(length, item.mean) for length, item in zip(lengths, estimates, strict=True)]
             ends = [item.interval for item in estimates]
             notes = [
-                f"{mean:.4g} nats ({low:.4g} to {high:.4g}) over {length:,} tokens"
+                f"{mean:.4g} nats{f' ({low:.4g} to {high:.4g})' * (low < high)} over {length:,} tokens"
                 for (length, mean), (low, high) in zip(points, ends, strict=True)
             ]
             lines.append(named_line(subjects[0].name, points, notes, ends))
