@@ -289,9 +289,9 @@ def compare_run(
     with assembled(run) as setup, quiet():
         if setup.teacher is None:
             raise ModelNotAvailable(setup.alone or "the teacher is not available: nothing can be compared")
-        readers = [Reader.of(subject) for subject in setup.subjects(run.positions)]
         processor = checkpoint.load_processor_of(run) if pictures else None
         said = make_prompt(setup.tokenizer, processor, prompt, pictures, raw=raw)
+        readers = [Reader.of(subject) for subject in setup.subjects(len(said.tokens) + new_tokens - 1)]
         how = new_tokens, seed, sample, said.pictures
         for update in write_in_turns(readers, setup.tokenizer, prompt, said.tokens, *how):
             if isinstance(update, Comparison):
