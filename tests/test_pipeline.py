@@ -252,7 +252,7 @@ def test_defaults_shrink_to_a_short_text_and_what_was_asked_for_is_refused(tmp_p
     short = tmp_path / "short.txt"
     short.write_text(WORDS * 24)
     plan = Plan("demo", budget=16, text=f"file:{short}", dtype="float32", recipe="swa", steps=8)
-    run = pipeline.begin(tmp_path / "fits", plan)
+    run = pipeline.begin(str(tmp_path / "fits"), plan)
     assert run.plan.texts == 2 and 32 <= run.plan.length < 512 and run.plan.length % 8 == 0
     assert pipeline.begin(run.folder, plan, resume=True) == run
     finish(linearize(run))
