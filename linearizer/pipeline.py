@@ -29,7 +29,7 @@ from linearizer.method.decide import decide
 from linearizer.method.initialise import initialise
 from linearizer.method.measure_run import measure_teacher, profile_share
 from linearizer.method.recorder import samples_of
-from linearizer.method.texts import TextsOfRun, texts_to_learn
+from linearizer.method.texts import TextsOfRun
 from linearizer.plan.allocation import Allocation
 from linearizer.plan.inspection import Inspection
 from linearizer.plan.plan import ADJUSTABLE, Plan
@@ -58,7 +58,7 @@ def inspect(model: str, token: str | None = None, text_only: bool = False) -> In
 
 
 def begin(
-    folder: Path,
+    folder: str | Path,
     plan: Plan,
     token: str | None = None,
     resume: bool = False,
@@ -72,7 +72,7 @@ def begin(
     writes them into plan.json. The numbers shrink to the length of the source if the plan leaves them out, or if
     `adjustable` names them. If the run works elsewhere (not `here`), `settle` decides what depends on the machine.
     """
-    plan = checks.with_absolute_paths(plan)
+    folder, plan = Path(folder), checks.with_absolute_paths(plan)
     if Run.is_begun(folder, resume):
         (run := Run(folder)).check_same(plan)
         return run
@@ -111,8 +111,8 @@ def settle(run: Run, token: str | None = None) -> None:
 def linearize(run: Run, token: str | None = None, locked: bool = False, ranks: Ranks = ALONE) -> Steps[None]:
     """Continue a run until it has its student; `locked`: the caller holds its lock.
 
-    The work begins at once. `workers.control.start` and the command line wait for their turn at the device. The
-    other ranks call `follow`.
+    It works while its steps are taken, and waits for no other run: `workers.control.start` and the command line wait
+    for their turn at the device. The other ranks call `follow`.
     """
     if not run.done:
         with logged_work(run, locked):
@@ -151,7 +151,7 @@ def make_student(run: Run, token: str | None, ranks: Ranks = ALONE) -> Steps[Non
     yield from train(run, student, allocation, texts, ranks)
     made_with = {
         "text": run.plan.text,
-        "learnt": texts_to_learn(run.plan),
+        "learnt": texts.first_judged,
         "judged": len(texts.judged),
         "seed": run.plan.seed,
     }
@@ -244,7 +244,7 @@ def reallocate(run: Run, plan: Plan) -> Allocation:
     return allocation
 
 
-def evaluate(
+def evaluate_run(
     run: Run, request: Request, measure_again: tuple[str, ...] = (), token: str | None = None, locked: bool = False
 ) -> Steps[dict[str, Any]]:
     """Evaluate the student of a run; `measure_again` names parts to measure again although their results are stored.
@@ -270,7 +270,7 @@ def resume_evaluation(run: Run, token: str | None = None) -> Steps[Any]:
     with log_end(run.evaluating):
         request, again, done = newest_request(run)
     measure_again = tuple(part for part in request.chosen if again and part not in done)
-    return (yield from evaluate(run, request, measure_again, token, locked=True))
+    return (yield from evaluate_run(run, request, measure_again, token, locked=True))
 
 
 def compare_run(
@@ -289,9 +289,9 @@ def compare_run(
     with assembled(run) as setup, quiet():
         if setup.teacher is None:
             raise ModelNotAvailable(setup.alone or "the teacher is not available: nothing can be compared")
-        readers = [Reader.of(subject) for subject in setup.subjects(run.positions)]
         processor = checkpoint.load_processor_of(run) if pictures else None
         said = make_prompt(setup.tokenizer, processor, prompt, pictures, raw=raw)
+        readers = [Reader.of(subject) for subject in setup.subjects(len(said.tokens) + new_tokens - 1)]
         how = new_tokens, seed, sample, said.pictures
         for update in write_in_turns(readers, setup.tokenizer, prompt, said.tokens, *how):
             if isinstance(update, Comparison):

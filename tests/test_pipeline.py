@@ -10,6 +10,7 @@ import torch
 from linearizer import pipeline
 from linearizer.cli.text import describe_run
 from linearizer.errors import FolderError, RequestError, Stopped
+from linearizer.evaluate.subjects import assembled
 from linearizer.hub.models import find_model
 from linearizer.method import allocate_run
 from linearizer.method.checkpoint import load_of_run
@@ -245,12 +246,14 @@ WORDS = "the state of the student takes as many bytes as its teacher's cache "  
 def test_defaults_shrink_to_a_short_text_and_what_was_asked_for_is_refused(tmp_path):
     short = tmp_path / "short.txt"
     short.write_text(WORDS * 24)
-    plan = Plan("demo", budget=16, text=f"file:{short}", dtype="float32", recipe="swa", strategy="window")
-    run = pipeline.begin(tmp_path / "fits", plan)
+    plan = Plan("demo", budget=16, text=f"file:{short}", dtype="float32", recipe="swa", steps=8)
+    run = pipeline.begin(str(tmp_path / "fits"), plan)
     assert run.plan.texts == 2 and 32 <= run.plan.length < 512 and run.plan.length % 8 == 0
     assert pipeline.begin(run.folder, plan, resume=True) == run
     finish(linearize(run))
     assert "language" in run.results
+    with assembled(run) as setup:  # fewer texts were trained on than 8 steps ask for
+        assert len(setup.windows(None, run.plan.length, 8, 0)) == run.evaluation_file["made_with"]["judged"]
     with pytest.raises(RequestError, match="name a longer text, or ask for fewer or shorter texts"):
         pipeline.begin(tmp_path / "asked", replace(plan, length=USUAL_LENGTH))
     assert not (tmp_path / "asked").exists()

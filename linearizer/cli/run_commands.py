@@ -248,7 +248,7 @@ def serve_evaluate(arguments: argparse.Namespace) -> None:
         return
     details = {"request": asdict(request), "again": arguments.again}
     repeat = f"`linearizer evaluate {run.folder}`"
-    steps = pipeline.evaluate(run, request, request.chosen if arguments.again else (), locked=True)
+    steps = pipeline.evaluate_run(run, request, request.chosen if arguments.again else (), locked=True)
     measured = work_here(run.evaluating, steps, repeat, **details)
     if run.is_encoder_run:
         print_run(arguments, run, measured.values())

@@ -165,7 +165,7 @@ def measure_generation_part(setup: Setup, request: Request) -> Steps[Measured]:
     """Continue the first half of each text by the same number of tokens."""
     windows = request_texts(setup, request)
     prompt = min(windows.shape[1] // 2, MAX_WRITTEN_TOKENS)
-    subjects = setup.subjects(windows.shape[1])
+    subjects = setup.subjects(2 * prompt - 1)  # the last token is written, but not read
     return (yield from measure_generation(subjects, windows[:, :prompt], prompt, request.seed)), windows
 
 

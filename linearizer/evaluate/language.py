@@ -222,14 +222,18 @@ class Units:
     def estimate(self, scores: Tensor, tokens: slice = slice(None)) -> Estimate:  # noqa: B008
         """Return the mean of scores (texts, tokens), perhaps of a slice, and its interval of 95% by Student's t.
 
-        The mean is a ratio of sums over units, whose error is that of its linear part. A single unit has no spread.
+        The mean is a ratio of sums over units, whose error is that of a jackknife: large units draw the mean towards
+        themselves. Units of different sizes count as fewer equal ones. A single unit has no spread.
         """
         sums, sizes = self.totals(scores, tokens)
-        mean, count = (sums.sum() / sizes.sum()).item(), len(sizes)
+        count, total = len(sizes), sizes.sum()
+        mean = (sums.sum() / total).item()
         if count < 2:
             return Estimate(mean, (mean, mean))
-        error = math.sqrt(count / (count - 1)) * (sums - mean * sizes).norm().item() / sizes.sum().item()
-        half_width = student_t(count - 1) * error
+        without_one = (sums.sum() - sums) / (total - sizes)
+        error = math.sqrt((count - 1) / count) * (without_one - mean).norm().item()
+        equal_units = (total**2 / sizes.square().sum()).item()
+        half_width = student_t(max(equal_units - 1, 1)) * error
         return Estimate(mean, (mean - half_width, mean + half_width))
 
     def estimate_difference(self, differences: Tensor, tokens: slice = slice(None)) -> Estimate | None:  # noqa: B008
@@ -244,6 +248,6 @@ class Units:
         return sums[sizes > 0], sizes[sizes > 0]
 
 
-def student_t(freedoms: int) -> float:
+def student_t(freedoms: float) -> float:
     """Approximate within 2% the 97.5% quantile of Student's t, by powers of 1 / freedoms."""
     return NORMAL + sum(share / freedoms**power for power, share in enumerate((2.37, 2.82, 2.56, 3.0), 1))

@@ -30,6 +30,7 @@ class TextsOfRun:
     compared: Tensor  # texts that no head was priced on, and no adapter trained on
     learnt: Tensor  # to train on
     judged: Tensor  # later texts, which no other step reads
+    first_judged: int  # the number of texts before these: fewer than were asked for, if the source is short
 
     @staticmethod
     def of(run: Run, teacher: Teacher, token: str | None = None, judged: int = 1) -> TextsOfRun:
@@ -52,6 +53,7 @@ class TextsOfRun:
             compared=join_all(texts[: plan.texts_measured][len(priced) :][:COMPARED], start, positions),
             learnt=choose_learnt(texts[:end], plan),
             judged=texts[end:],
+            first_judged=end,
         )
 
 

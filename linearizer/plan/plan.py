@@ -14,12 +14,13 @@ from linearizer.plan.head_bytes import BITS, FEATURE_MAPS, SINKS, TILE
 from linearizer.plan.json_products import JsonProduct
 from linearizer.plan.options import check_options, option, options_of, write_options
 from linearizer.plan.recipes import (
-    CHOSEN,
     FORMER_RECIPES,
     FORMER_STRATEGIES,
     RECIPES,
     STRATEGIES,
+    USUAL_CHOICES,
     Strategy,
+    choices_of,
     find_recipe,
     find_strategy,
 )
@@ -38,7 +39,7 @@ MIN_SAMPLES, MAX_SAMPLES = 32, 1024  # queries and keys of a head, half and half
 MAX_STEPS = 10**9
 ALLOCATION = "what heads hold"  # options by which a run's measurements can be allocated again
 METHOD, MEASURING, TRAINING, MACHINE = "the method", "measuring", "training", "the machine"
-BY_RECIPE = "the recipe's"
+BY_RECIPE = "the recipe's"  # the default of an option that recipes decide, until the plan is made
 ADJUSTABLE = ("texts", "length")  # options that shrink to the length of a source, if they are left out
 LOSSES = ("softmax", "l2", "output", "direct", "logits", "softmax+direct", "output+direct")
 ADAPTER_RANK = 8  # where heads hold no features, and only adapters can be trained
@@ -79,23 +80,22 @@ class Plan(JsonProduct):
         group=METHOD,
     )
     strategy: str = allocating(
-        "gain",
-        "how the budget is shared out",
         BY_RECIPE,
+        "how the budget is shared out",
         choices=tuple(STRATEGIES),
         former=tuple(FORMER_STRATEGIES),
         hidden=True,
         error=BudgetError,
     )
     window: int | None = allocating(
-        None,
+        BY_RECIPE,
         "tokens before each token that are exact, where heads hold features",
         "half of the budget",
         least=0,
         most=MAX_TOKENS,
     )
     sinks: int | None = allocating(
-        None,
+        BY_RECIPE,
         "tokens at the start of a text that are exact",
         f"measured where heads have prices, else {SINKS}; none with --features",
         least=0,
@@ -108,9 +108,8 @@ class Plan(JsonProduct):
         choices=BITS,
     )
     feature_map: str = training(
-        "clusters",
-        "the map from queries and keys to features, or a memory that is written by a rule",
         BY_RECIPE,
+        "the map from queries and keys to features, or a memory that is written by a rule",
         choices=(*FEATURE_MAPS, *UPDATE_RULES),
         hidden=True,
     )
@@ -129,14 +128,13 @@ class Plan(JsonProduct):
         least=1,
     )
     steps: int = training(
-        0,
-        "steps of training; 0: none. Where heads hold no features, adapters are trained",
         BY_RECIPE,
+        "steps of training; 0: none. Where heads hold no features, adapters are trained",
         least=0,
         most=MAX_STEPS,
     )
     loss: str | None = training(
-        None,
+        BY_RECIPE,
         "layer by layer (softmax, l2, output), or end to end (direct, logits)",
         f"{BY_RECIPE}; logits where heads hold no features",
         choices=LOSSES,
@@ -144,12 +142,12 @@ class Plan(JsonProduct):
         hidden=True,
     )
     lora: int | None = training(
-        None,
+        BY_RECIPE,
         "rank of adapters on q, k, v and o that an end-to-end loss also trains; 0: none",
         f"{BY_RECIPE}; {ADAPTER_RANK} where heads hold no features",
         least=0,
     )
-    batch: int = training(2, "texts of a step", BY_RECIPE, least=1)
+    batch: int = training(BY_RECIPE, "texts of a step", least=1)
     target_length: int | None = allocating(
         None,
         "tokens for which the bytes of heads that may grow are counted",
@@ -168,27 +166,31 @@ class Plan(JsonProduct):
 
     @staticmethod
     def of(recipe: str = "best", **options: Any) -> Plan:
-        """Make a plan of options, and of a recipe's choices for all others."""
-        if recipe == "best" and options.get("features") is not None:
-            recipe = "features"  # only this recipe has the unit of the paper
+        """Make a plan of a recipe and options; refuse options that no plan has."""
         if unknown := sorted(options.keys() - options_of(Plan).keys()):
             raise RequestError(f"{', '.join(unknown)} is unknown: there are {', '.join(sorted(options_of(Plan)))}")
-        return Plan(**{"recipe": recipe, **find_recipe(recipe).choices, **options})
+        return Plan(**{"recipe": recipe, **options})
 
     def to_json(self) -> str:
-        """Write the options that are set: an option that is left out is read as None again."""
-        return json.dumps(
-            {name: value for name, value in asdict(self).items() if value is not None}, indent=self.json_indent
-        )
+        """Write the options that are set, and None in place of a recipe's choice; other options are read as None."""
+        chosen = find_recipe(self.recipe).choices
+        written = {name: value for name, value in asdict(self).items() if value is not None or name in chosen}
+        return json.dumps(written, indent=self.json_indent)
 
     def changed(self, **options: Any) -> Plan:
         """Change options; another recipe than the plan's also changes all other options that recipes decide."""
         if options.get("recipe", self.recipe) == self.recipe:
             return replace(self, **options)
-        unchanged = {name: value for name, value in asdict(self).items() if name not in CHOSEN}
+        unchanged = {name: value for name, value in asdict(self).items() if name not in USUAL_CHOICES}
         return Plan.of(**{**unchanged, **options})
 
     def __post_init__(self) -> None:
+        options_of(Plan)["recipe"].check(self.recipe)
+        if self.recipe == "best" and self.features is not None:
+            object.__setattr__(self, "recipe", "features")  # only this recipe has the unit of the paper
+        for name, choice in choices_of(self.recipe).items():
+            if getattr(self, name) == BY_RECIPE:
+                object.__setattr__(self, name, choice)
         check_options(self)
         if (self.budget is None) == (self.features is None):
             raise BudgetError("a plan needs either a budget in tokens of cache or a mean number of features, not both")
@@ -365,5 +367,5 @@ class Plan(JsonProduct):
         words = ["linearizer", "run", self.model]
         if self.recipe != ("best" if self.features is None else "features"):  # the default for its unit
             words += ["--recipe", self.recipe]
-        usual = {**find_recipe(self.recipe).choices, "model": self.model, "recipe": self.recipe}
+        usual = {**choices_of(self.recipe), "model": self.model, "recipe": self.recipe}
         return shlex.join([*words, *write_options(self, usual)])

@@ -161,12 +161,19 @@ RECIPES: Mapping[str, Recipe] = {
 FORMER_RECIPES: Mapping[str, Recipe] = {  # of stored runs
     "duo": Recipe("learned gates (DuoAttention)", "each KV head softmax or a window", {"strategy": "duo"})
 }
-CHOSEN = frozenset(name for recipe in RECIPES.values() for name in recipe.choices)  # the options that recipes decide
+USUAL_CHOICES: Mapping[str, Any] = {  # for the options that recipes decide
+    **{"strategy": "gain", "feature_map": "clusters", "steps": 0, "batch": 2},
+    **dict.fromkeys(("loss", "lora", "window", "sinks")),
+}
 
 
 def find_recipe(name: str) -> Recipe:
-    """Find a recipe; an unknown one chooses nothing, and the plan refuses it."""
-    return {**FORMER_RECIPES, **RECIPES}.get(name, Recipe(name, ""))
+    return {**FORMER_RECIPES, **RECIPES}[name]
+
+
+def choices_of(name: str) -> Mapping[str, Any]:
+    """Return what a recipe chooses for each option that recipes decide."""
+    return {**USUAL_CHOICES, **find_recipe(name).choices}
 
 
 def find_strategy(name: str) -> Strategy:

@@ -72,9 +72,9 @@ class Axis:
         return Axis(numbers[0], numbers[-1], list(zip(named, write(named), strict=True)), title=title)
 
     def share(self, value: float) -> float:
-        """Return how far along the axis a value is, 0 to 1."""
-        low, high, at = (math.log(x) if self.log else x for x in (self.low, self.high, value))
-        return min(1.0, max(0.0, (at - low) / (high - low)))
+        """Return how far along the axis a value is, 0 to 1; a value outside is at an end."""
+        low, high, at = (math.log(x) if self.log else x for x in (self.low, self.high, max(self.low, value)))
+        return min(1.0, (at - low) / (high - low))
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ PART_VIEWS = {
         writing_chart,
         "Tokens written per second, one text at a time.",
     ),
-    "tasks": PartView("Tasks", "How does the student score on public tasks?", tables.tasks_tables),
+    "tasks": PartView("Tasks", "How does the student score on tasks?", tables.tasks_tables),
 }
 
 

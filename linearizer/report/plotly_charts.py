@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Options = Mapping[str, Any]  # of plotly
 # Okabe and Ito's order of hues, at a lightness whose contrast to white and to black is 3:1.
-BLUE, ORANGE, GREY, GREEN, PURPLE = "#2a83c4", "#cf6f10", "#7c8796", "#12906f", "#b0639a"
+BLUE, ORANGE, GREY, GREEN = "#2a83c4", "#cf6f10", "#7c8796", "#12906f"
 LAYER_COLOURS = [[0.0, "#6a5fb5"], [0.5, "#2a83c4"], [1.0, "#17937f"]]  # similar, visible on white and on black
 MAX_POINTS = 300  # of a line: more cannot be seen
 LABEL_ROOM = 64  # pixels at the right, for the names of lines
@@ -45,9 +45,6 @@ SUBJECT_STYLES = {  # name -> legend, colour, marker, dash
     "teacher": ("teacher", GREY, "circle", "dot"),
     "student": ("student", BLUE, "diamond", "solid"),
     "window": ("plain window", ORANGE, "square", "dash"),
-    "cache, 2 bits": ("cache, 2 bits", PURPLE, "triangle-down", "longdash"),
-    "cache, 3 bits": ("cache, 3 bits", PURPLE, "star", "longdashdot"),
-    "cache, 4 bits": ("cache, 4 bits", PURPLE, "triangle-up", "2px,5px"),
 }
 MIN_DRAWN_KL = 1e-6  # nats per token: a smaller KL is drawn as this
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import zip_longest
 
@@ -39,25 +39,24 @@ def length_chart(language: Language) -> str:
     if len(lengths) < 2:
         return ""
     no_teacher = any(subject.kl is None for subject in language.lengths[0].subjects)
-    title, least = ("loss, nats per token", 0.0) if no_teacher else (KL, MIN_DRAWN_KL)  # an axis of factors has no zero
-    lines = []
+    title, lines = "loss, nats per token" if no_teacher else KL, []
     for subjects in zip(*(result.subjects for result in language.lengths), strict=True):
         estimates = [estimate for item in subjects if (estimate := item.loss if no_teacher else item.kl) is not None]
         if no_teacher or subjects[0].name != "teacher":  # whose KL is zero
-            means = [max(item.mean, least) for item in estimates]
-            ends = [(max(item.interval[0], least), max(item.interval[1], least)) for item in estimates]
+            points = [(length, item.mean) for length, item in zip(lengths, estimates, strict=True)]
+            ends = [item.interval for item in estimates]
             notes = [
-                f"{mean:.4g} nats ({low:.4g} to {high:.4g}) over {length:,} tokens"
-                for mean, (low, high), length in zip(means, ends, lengths, strict=True)
+                f"{mean:.4g} nats{f' ({low:.4g} to {high:.4g})' * (low < high)} over {length:,} tokens"
+                for (length, mean), (low, high) in zip(points, ends, strict=True)
             ]
-            lines.append(named_line(subjects[0].name, list(zip(lengths, means, strict=True)), notes, ends))
+            lines.append(named_line(subjects[0].name, points, notes, ends))
     values = [end for line in lines for ends in line.intervals for end in ends]
     if no_teacher:
         low, high = min(values), max(values)
         middle = (low + high) / 2
         y = Axis(low, max(high, low + 0.01), [(at, f"{at:.3g}") for at in (low, middle, high)], log=False, title=title)
     else:
-        y = Axis.round(values, title)
+        y = kl_axis(values)
     named = [(length, f"{length:,}") for length in lengths][:: 1 + len(lengths) // 6]
     x = Axis(lengths[0], lengths[-1], named, title="length of the texts, tokens")
     last = language.lengths[-1]
@@ -67,31 +66,35 @@ def length_chart(language: Language) -> str:
 def bytes_chart(run: Run, allocation: Allocation, part: Part[Language]) -> str:
     """Draw bytes and KL of the student and of its alternatives, on texts of the run's length.
 
-    A line shows the KL that prices predict for every budget, corrected by the KL of whole students.
+    A line shows the KL that prices predict for every budget, corrected by the KL of whole students. There is none
+    where the state grows: prices count its bytes at another length.
     """
-    plan, layers, language = run.plan, run.layers, part.result
+    layers, language = run.layers, part.result
     assert (read := part.read) is not None, "the part reads texts"
-    length = plan.resolved_length(run.positions)  # as long as what prices predict
+    length = run.plan.resolved_length(run.positions)  # as long as what prices predict
     at = language.at(length)
     subjects, length = (at.subjects, length) if at else (language.subjects, read.length)
-    state_bytes = allocation.state_bytes(layers, plan.target_tokens(run.positions) if plan.may_grow else 0)
-    sizes = {each.name: each.state_bytes * length // read.length for each in language.subjects}  # caches grow
-    sizes |= dict.fromkeys(SAME_BYTES, state_bytes)
-    lines, about = predicted_line(run), BY_BYTES.format(length)
+    state_bytes = max(allocation.state_bytes(layers, length), 1)  # an axis of factors has no zero
+    lines, about = [] if allocation.growth(layers) else predicted_line(run), BY_BYTES.format(length)
     if lines:
         about += f" The line is what the prices predict{corrected_by(run)}."
     for subject in subjects:
-        if subject.kl is not None and subject.name != "teacher":  # whose KL is zero
-            count, kl = max(sizes[subject.name], 1), max(subject.kl.mean, MIN_DRAWN_KL)
-            lines.append(named_line(subject.name, [(count, kl)], [f"KL {kl:.4g} with {size(count)}"]))
+        if subject.kl is not None and subject.name in SAME_BYTES:
+            notes = [f"KL {subject.kl.mean:.4g} with {size(state_bytes)}"]
+            lines.append(named_line(subject.name, [(state_bytes, subject.kl.mean)], notes))
     if not lines:
         return ""
     cache = head_bytes.cache_bytes(layers, length)
     counts = [cache, *(count for line in lines for count, _ in line.points)]
     x = Axis.round(counts, "state or cache, bytes", lambda counts: [size(count) for count in counts])
-    y = Axis.round((kl for line in lines for _, kl in line.points), KL)
+    y = kl_axis(kl for line in lines for _, kl in line.points)
     cache_line = Line(f"teacher’s cache, {size(cache)}", [(cache, y.low), (cache, y.high)], "lz-teacher", marked=False)
     return figure("Quality by bytes", about, x, y, [*lines, cache_line], at_ends=True)
+
+
+def kl_axis(values: Iterable[float]) -> Axis:
+    """Return the axis of KL: an axis of factors has no zero, so a KL below the smallest is drawn at its end."""
+    return Axis.round((max(kl, MIN_DRAWN_KL) for kl in values), KL)
 
 
 def predicted_line(run: Run) -> list[Line]:
@@ -116,7 +119,7 @@ def budget_chart(run: Run, budget: int, least: int) -> str:
         return ""
     knee = find_knee(points)
     x = Axis.round([*(at for at, _ in points), budget], "budget, tokens of cache")
-    y = Axis.round((kl for _, kl in points), KL)
+    y = kl_axis(kl for _, kl in points)
     marked = [(f"{budget:,}", budget, "lz-student"), (f"knee {knee:,.0f}", knee, "lz-other")]
     lines = [Line("", points, "lz-predicted", marked=False)]
     lines += [Line(name, [(at, y.low), (at, y.high)], kind, marked=False) for name, at, kind in marked]

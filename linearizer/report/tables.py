@@ -71,7 +71,7 @@ def language_tables(part: Part[results.Language]) -> list[Table]:
         at = named[subject.name]
         low, high = at.loss.interval
         near = with_half_width(at.kl, ".4f"), with_half_width(at.agreement, ".1%")
-        losses = f"{at.loss.mean:.3f}", f"{low:.3f}–{high:.3f}"
+        losses = f"{at.loss.mean:.3f}", f"{low:.3f}–{high:.3f}" if low < high else "–"
         rows.append((subject.name, size(subject.state_bytes), *losses, *near, in_ten_thousand(at.catastrophic)))
     ranges: Rows = [("loss from token", *language.edges)]
     ranges += [(subject.name, *cells(subject.by_position)) for subject in language.subjects]
@@ -237,11 +237,11 @@ def mean_of(values: Sequence[float | None]) -> float | None:
 
 
 def with_half_width(estimate: results.Estimate | None, form: str = ".3f") -> str:
-    """Write a mean and half the width of its interval; a dash without a teacher to compare with."""
+    """Write a mean, and half the width of its interval if there is one; a dash without a teacher to compare with."""
     if estimate is None:
         return "–"
     low, high = estimate.interval
-    return f"{write_number(estimate.mean, form)} ± {(high - low) / 2:{form}}"
+    return write_number(estimate.mean, form) + (f" ± {(high - low) / 2:{form}}" if low < high else "")
 
 
 def describe_intervals(count: int, units: str) -> str:

@@ -70,10 +70,10 @@ def weigh(results: Sequence[LengthResult]) -> tuple[Kind, str, LengthResult]:
         shorter, unsure = unsure, []
     decisive = (worse or unsure or better or results)[-1]
     student, window = describe_pair(decisive, "on the longest " * (len(worse or unsure or better) > 1))
+    elsewhere = f" (better on {texts_of(better)})" if better else ""
     if worse:
-        return "bad", f"Worse than {WINDOW} on {texts_of(worse)}: {student}, {window}.", decisive
+        return "bad", f"Worse than {WINDOW} on {texts_of(worse)}{elsewhere}: {student}, {window}.", decisive
     if unsure:
-        elsewhere = f" (better on {texts_of(better)})" if better else ""
         text = f"No difference from {WINDOW} is shown on {texts_of(unsure)}{elsewhere}: {student}, {window}."
         return "note", text, decisive
     if not better:
@@ -120,7 +120,8 @@ def describe_catastrophes(result: LengthResult) -> list[str]:
 
 def describe_lengths(results: Sequence[LengthResult]) -> str:
     """Name the lengths at which a student was judged, and which of them are no test."""
-    reasons = no_test(results)[all(map(fits_whole, results)) :]
+    is_said = all(map(fits_whole, results)) and not find(results, "worse")  # then the first sentence is this reason
+    reasons = no_test(results)[is_said:]
     remark = f" ({'; '.join(reasons)})" if reasons else ""
     return f"Judged on {texts_of(results)}{remark}; longer than {results[-1].length:,} tokens: not judged."
 

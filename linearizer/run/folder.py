@@ -89,7 +89,7 @@ class Run:
             is_other = (folder.exists() and not folder.is_dir()) or not all(map(is_remnant, paths))
         if begun and not resume:
             raise FolderError(
-                f"{str(folder)!r} holds a run already: add --resume to go on with it, or name another folder"
+                f"{str(folder)!r} holds a run already: add --resume (in Python resume=True), or name another folder"
             )
         if is_other and not begun:
             raise FolderError(f"{str(folder)!r} holds something else: name a folder that is new or empty")

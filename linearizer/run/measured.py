@@ -77,7 +77,10 @@ class Candidates(JsonProduct):
         """Name the kept candidate, with the reason."""
         if (count := len(self.measured)) == 1:
             return f"Kept: {self.kept.name}, the only allocation of these bytes."
-        return f"Kept: {self.kept.name}, the smallest KL of {count} allocations of the same bytes."
+        return (
+            f"Kept: {self.kept.name}; no other of {count} allocations of the same bytes has a smaller mean log KL "
+            f"(a KL below {ROUNDING:g} counts as {ROUNDING:g})."
+        )
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Answer:
 def read(
     run: Run,
     text: str,
-    path: Path,
+    path: str | Path,
     more: bool = False,
     raw: bool = False,
     pictures: Sequence[Any] = (),
@@ -54,6 +54,7 @@ def read(
     come before the text. A first text without pictures is read twice (read_twice.py), where the model has room for it,
     unless `stream`.
     """
+    path = Path(path)
     with held(path):
         if path.exists() and not more:
             raise FolderError(f"{str(path)!r} exists already: add --more to read on after it, or name another file")
@@ -75,7 +76,7 @@ def read(
 def ask(
     run: Run,
     prompt: str,
-    path: Path | None = None,
+    path: str | Path | None = None,
     keep: bool = False,
     new_tokens: int = 256,
     seed: int = 0,
@@ -90,6 +91,7 @@ def ask(
     """
     if keep and path is None:
         raise RequestError("there is no state to keep the answer in: name its file with --state")
+    path = None if path is None else Path(path)
     with held(path) if keep and path is not None else nullcontext(), quiet():
         student, tokenizer = checkpoint.load_of_run(run)
         cache = student.empty_cache() if path is None else load_state(student, path)

@@ -63,8 +63,9 @@ def list_states(folder: Path) -> list[StateFile]:
     return states
 
 
-def fork(path: Path, new: Path) -> StateFile:
+def fork(path: str | Path, new: str | Path) -> StateFile:
     """Make a second state of one: what either reads later does not change the other."""
+    path, new = Path(path), Path(new)
     describe(path)
     with held(new), writing(new):
         try:

@@ -119,6 +119,7 @@ def document_numbers(texts: torch.Tensor, tokenizer: PreTrainedTokenizerBase) ->
     """Number the document of each token in consecutive texts; a document ends with an end token."""
     end = end_tokens(tokenizer)
     ends = (texts == end[0]).long() if end else torch.zeros_like(texts)
+    ends[:, : len(start_tokens(tokenizer))] = 0  # some models start a text with the token that ends a document
     return (ends.flatten().cumsum(0) - ends.flatten()).view_as(texts)
 
 

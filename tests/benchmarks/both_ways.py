@@ -136,7 +136,7 @@ def judge(work, name, lengths, **plan):
     encoder = ENCODER.begin(work / "runs" / name, EncoderPlan(**plan), resume=(work / "runs" / name).exists())
     finish(pipeline.linearize(encoder.run))
     for length in lengths:
-        finish(pipeline.evaluate(encoder.run, Request(length=length, texts=encoder.plan.texts)))
+        finish(pipeline.evaluate_run(encoder.run, Request(length=length, texts=encoder.plan.texts)))
     attention = encoder.inspection.share(encoder.tokens)
     made = {**asdict(encoder.ways), "tokens": encoder.tokens, "attention": attention}
     judged = [replace(each, text=public_text(each.text)) for each in encoder.judgements.values()]

@@ -14,7 +14,7 @@ from linearizer import ask, finish, read
 from linearizer.hub.models import find_model
 from linearizer.run.files import unseal
 from linearizer.run.folder import Run
-from linearizer.serve.state_files import load_state
+from linearizer.serve.state_files import fork, load_state
 from linearizer.teacher.text import read_whole
 from tests.support.publishing import HOW_THE_HUB_SENDS, ME, files_of, written
 
@@ -69,12 +69,12 @@ def test_a_state_reads_on(quick_run, text, tmp_path, said, monkeypatch):
     assert code == 2 and "nothing to take back" in err and state.read_bytes() == before
 
 
-def test_python_asks_too(quick_run, tmp_path):
-    run = Run.open(quick_run)
-    reading = finish(read(run, "The import statement finds a module.", tmp_path / "state"))
-    assert reading.tokens > 4
-    written = "".join(ask(run, " It", tmp_path / "state", new_tokens=6, sample=True, seed=3))
-    assert written == "".join(ask(run, " It", tmp_path / "state", new_tokens=6, sample=True, seed=3))
+def test_python_asks_too_and_takes_names_of_files_as_text(quick_run, tmp_path):
+    run, state, other = Run.open(quick_run), str(tmp_path / "state"), str(tmp_path / "other")
+    reading = finish(read(run, "The import statement finds a module.", state))
+    assert fork(state, other).tokens == reading.tokens > 4
+    written = "".join(ask(run, " It", state, new_tokens=6, sample=True, seed=3))
+    assert written == "".join(ask(run, " It", other, new_tokens=6, sample=True, seed=3))
 
 
 def test_states_are_listed_forked_and_deleted(quick_run, tmp_path, said):

@@ -151,9 +151,9 @@ def test_a_run_is_judged_on_text_that_nothing_was_measured_on_and_not_again_as_i
     assert [subject.loss.mean for subject in lengths[0].subjects] == pytest.approx(short_losses, abs=1e-5)
     judged = run.evaluation_parts
     assert set(judged) == set(evaluate_run.JUDGING.parts)
-    finish(pipeline.evaluate(run, replace(evaluate_run.JUDGING, parts=("language", "recall"))))
+    finish(pipeline.evaluate_run(run, replace(evaluate_run.JUDGING, parts=("language", "recall"))))
     assert examined(run) == [] and run.evaluation_parts == judged
-    finish(pipeline.evaluate(run, evaluate_run.Request(("recall",), texts=2)))
+    finish(pipeline.evaluate_run(run, evaluate_run.Request(("recall",), texts=2)))
     assert examined(run) == ["recall"] and run.evaluation_parts["language"] == judged["language"]
 
 

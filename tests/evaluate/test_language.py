@@ -245,11 +245,13 @@ def test_intervals_of_ranges_are_over_the_documents_that_reach_there():
     assert alone.estimate(scores[1:]).interval == (2, 2) and alone.estimate_difference(scores[1:]) is None
 
 
-def test_intervals_over_four_documents_hold_the_mean_95_times_of_100():
-    generator = torch.Generator().manual_seed(0)
-    units, held = Units(torch.arange(4)[:, None].expand(4, 5)), 0
-    for scores in torch.randn(2000, 4, 1, generator=generator, dtype=torch.float64).expand(-1, -1, 5):
-        low, high = units.estimate(scores).interval
+@pytest.mark.parametrize("sizes", [[5] * 4, [1, 1, 2, 3, 5, 8, 13, 21]])
+def test_intervals_over_few_documents_hold_the_mean_95_times_of_100(sizes):
+    generator, held = torch.Generator().manual_seed(0), 0
+    owners = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))[None]
+    units = Units(owners)
+    for means in torch.randn(2000, len(sizes), generator=generator, dtype=torch.float64):
+        low, high = units.estimate(means[owners]).interval
         held += low < 0 < high
     assert held / 2000 == pytest.approx(0.95, abs=0.015)
 

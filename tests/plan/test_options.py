@@ -4,7 +4,7 @@ import json
 import math
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from linearizer.cli.options import plan_changes
 from linearizer.errors import BudgetError, RequestError
 from linearizer.plan.options import check_options, option, options_of
 from linearizer.plan.plan import ALLOCATION, BY_RECIPE, MAX_SAMPLES, Plan
-from linearizer.plan.recipes import CHOSEN, RECIPES, by_score, measured_quality, score_in_words
+from linearizer.plan.recipes import RECIPES, USUAL_CHOICES, by_score, measured_quality, score_in_words
 from linearizer.plan.rule_papers import RULE_PAPERS
 from linearizer.run.results import Request
 from linearizer.student.update_rules import UPDATE_RULES
@@ -121,9 +121,22 @@ def test_what_buys_nothing_is_refused(options):
 
 
 def test_what_recipes_decide_is_said_to_be_theirs():
-    texts = {each.name: each.limits.default_text or "" for each in options_of(Plan).values()}
-    said = {name for name, text in texts.items() if text.startswith(BY_RECIPE)}
-    assert said == CHOSEN - {"window", "sinks"}
+    said = {each.name for each in options_of(Plan).values() if each.usual.startswith(BY_RECIPE)}
+    assert said == USUAL_CHOICES.keys() - {"window", "sinks"}
+    assert all(recipe.choices.keys() <= USUAL_CHOICES.keys() for recipe in RECIPES.values())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_plan_has_its_recipes_choices_except_where_it_chooses_otherwise(recipe):
+    plan, fewest = (
+        Plan("demo", budget=64, recipe=recipe),
+        Plan.from_json(f'{{"model": "demo", "budget": 64, "recipe": "{recipe}"}}'),
+    )
+    assert plan == fewest == Plan.of(recipe, model="demo", budget=64)
+    assert {name: getattr(plan, name) for name in RECIPES[recipe].choices} == RECIPES[recipe].choices
+    other = replace(plan, window=None, sinks=None, lora=None, steps=0)
+    assert (other.window, other.sinks, other.lora, other.steps) == (None, None, None, 0)
+    assert Plan.from_json(other.to_json()) == replace(other) == other
 
 
 def test_the_list_says_of_every_recipe_what_it_is_from_whom_and_how_it_did_in_the_table(capsys):

@@ -66,7 +66,6 @@ def test_a_training_has_a_faint_line_for_each_layer_and_a_bold_smoothed_mean():
 
 def test_no_two_models_of_an_evaluation_look_alike():
     styles = plotly_charts.SUBJECT_STYLES.values()
-    assert {f"cache, {bits} bits" for bits in (2, 3, 4)} < plotly_charts.SUBJECT_STYLES.keys()
     assert len({marker for *_, marker, _ in styles}) == len({dash for *_, dash in styles}) == len(styles)
     for _, colour, *_ in styles:
         assert min(contrast(colour, ground) for ground in ("#ffffff", "#000000")) > 3

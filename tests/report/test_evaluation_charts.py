@@ -8,7 +8,8 @@ import pytest
 
 from linearizer.report.markup import part_html
 from linearizer.report.parts import PART_VIEWS, evaluation_report
-from linearizer.run.results import PARTS, Speed, read_part
+from linearizer.report.quality_charts import length_chart
+from linearizer.run.results import PARTS, Estimate, Speed, read_part
 from tests.support.evaluation_results import STORED, TYPED
 
 DRAWN = [part for part in PARTS if part not in ("language", "generation", "tasks")]  # the others are tables alone
@@ -43,6 +44,18 @@ def test_every_part_has_tables():
     assert all(view.tables(TYPED[part]) for part, view in PART_VIEWS.items())
     report = evaluation_report(TYPED)
     assert all(part in report for part in PARTS) and report.endswith("torch 2.13")
+
+
+def test_the_mean_of_a_single_text_is_shown_without_an_interval():
+    part, alone = TYPED["language"], Estimate(0.3, (0.3, 0.3))
+    lengths = [
+        replace(at, subjects=tuple(replace(one, loss=alone, kl=alone, agreement=alone) for one in at.subjects))
+        for at in part.result.lengths
+    ]
+    part = replace(part, result=replace(part.result, lengths=tuple(lengths)))
+    own, by_length, *_ = PART_VIEWS["language"].tables(part)
+    assert own.rows[2][2:6] == ("0.300", "–", "0.3000", "30.0%") and by_length.rows[2][1:] == ("0.3000", "0.3000")
+    assert "student: 0.3 nats over 128 tokens" in length_chart(part.result)
 
 
 def test_tables_say_in_words_what_never_is_and_whether_a_student_repeats_itself():

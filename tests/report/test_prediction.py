@@ -51,7 +51,7 @@ def test_terminal_and_card_show_what_was_measured_beside_what_was_predicted(run)
     sentences = (
         f"KL on 128 tokens of text that was not priced: {predicted:.4f} predicted, where each doubling of a text "
         f"counts alike; {3 * predicted:.4f} measured",
-        "Kept: by prices, the smallest KL of 2 allocations of the same bytes.",
+        "Kept: by prices; no other of 2 allocations of the same bytes has a smaller mean log KL",
     )
     for shown in (describe_run(run), card_of(run).write()):
         assert all(sentence in shown for sentence in sentences)

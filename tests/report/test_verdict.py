@@ -57,7 +57,8 @@ def test_a_student_that_is_worse_at_a_longer_length_is_bad_and_the_length_is_nam
     result = verdict(at(512, BETTER), at(2048, BETTER), at(4096, WORSE, 0.8))
     assert result.kind == "bad" and result.length == 4096
     assert result.sentence.startswith(
-        "Worse than a plain window of the same bytes on texts of 4,096 tokens: it agrees with its teacher on 80.0%"
+        "Worse than a plain window of the same bytes on texts of 4,096 tokens (better on texts of 512 and 2,048 "
+        "tokens): it agrees with its teacher on 80.0%"
     )
     shorter = verdict(at(512, WORSE), at(2048, BETTER))
     assert shorter.kind == "bad" and "Worse than a plain window of the same bytes on texts of 512" in shorter.sentence
@@ -86,6 +87,8 @@ def test_texts_that_the_state_holds_whole_are_no_test():
     longer = verdict(at(100, UNSURE), at(400, BETTER))
     assert longer.kind == "good" and "(texts of 100 tokens fit into the state whole)" in longer.sentence
     assert verdict(at(100, WORSE), at(400, BETTER)).kind == "bad"  # it forgets what it could hold
+    worse = verdict(at(64, WORSE), at(100, WORSE))
+    assert worse.kind == "bad" and "(texts of 64 and 100 tokens fit into the state whole)" in worse.sentence
     assert verdict(at(100, (0.0001, 0.0003)), at(400, BETTER)).kind == "good"  # rounding
 
 

@@ -256,7 +256,7 @@ def test_a_run_that_no_device_can_hold_ends_in_the_bits_of_one_that_fits(
 
 def said_by(run, request):
     """What a run's student predicts, writes beside its teacher, and answers after a text that it has read."""
-    finish(pipeline.evaluate(run, request))
+    finish(pipeline.evaluate_run(run, request))
     compared = finish(pipeline.compare_run(run, "Once", 4, 0, False))
     assert compared.teacher.text
     state = run.folder.parent / f"{run.folder.name}.state"

@@ -13,6 +13,7 @@ from linearizer.teacher.load import load_tokenizer
 from linearizer.teacher.text import (
     check_source,
     decode_document,
+    document_numbers,
     pack_texts,
     read_documents,
     read_texts,
@@ -73,6 +74,16 @@ def test_windows_of_a_tokenizer_that_starts_texts_start_alike(starting_tokenizer
     assert (windows[:, 0] == starting_tokenizer.bos_token_id).all()
     body = windows[:, 1:].flatten().tolist()
     assert body == [*ids(starting_tokenizer, document), starting_tokenizer.eos_token_id][: len(body)]
+
+
+@pytest.mark.parametrize("has_end", [True, False])  # without, as with OPT, the start token ends documents
+def test_a_document_ends_at_its_end_and_not_where_a_text_starts(starting_tokenizer, has_end):
+    starting_tokenizer.eos_token = starting_tokenizer.eos_token if has_end else None
+    long = "A text that is long enough for many windows. " * 5
+    windows = torch.stack(list(pack_texts([long, "The end of a second text."], starting_tokenizer, 8)))
+    numbers = document_numbers(windows, starting_tokenizer)
+    assert numbers.flatten().diff().min() == 0 and numbers.unique().tolist() == [0, 1]
+    assert (numbers[:, 1:] == 0).sum() == len(ids(starting_tokenizer, long)) + 1
 
 
 def test_tokenizer_without_end_separates_by_its_start(starting_tokenizer):

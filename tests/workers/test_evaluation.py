@@ -10,7 +10,7 @@ import pytest
 from linearizer import pipeline
 from linearizer.cli.main import main
 from linearizer.errors import FolderError, RequestError, TextError
-from linearizer.pipeline import evaluate, linearize
+from linearizer.pipeline import evaluate_run, linearize
 from linearizer.plan.plan import Plan
 from linearizer.progress import finish
 from linearizer.run.folder import Run
@@ -74,7 +74,7 @@ def test_it_works_in_the_background_and_the_run_stays_done(run, capsys):
 
 
 def test_it_is_killed_and_stopped_in_the_middle_of_a_part_and_goes_on_at_it_even_if_all_was_asked_anew(run, capsys):
-    finish(evaluate(run, Request(("language",), texts=2)))
+    finish(evaluate_run(run, Request(("language",), texts=2)))
     control.evaluate(run, LONG, again=True)
     reached(run, "speed")
     os.kill(int(process_of(run).name), signal.SIGKILL)
@@ -96,7 +96,7 @@ def test_it_is_killed_and_stopped_in_the_middle_of_a_part_and_goes_on_at_it_even
 def test_one_that_cannot_be_served_says_why_and_harms_nothing(run, tmp_path):
     asked = {"parts": ["language"], "text": f"file:{tmp_path}/nothing.txt"}
     with pytest.raises(TextError):
-        finish(work_in_foreground(run.evaluating, evaluate(run, Request.of(asked), locked=True), request=asked))
+        finish(work_in_foreground(run.evaluating, evaluate_run(run, Request.of(asked), locked=True), request=asked))
     result = control.status(run.evaluating)
     assert result.state == "failed" and "nothing.txt" in result.error
     assert control.status(run).state == "done" and run.done
@@ -112,7 +112,7 @@ def test_a_run_resumed_after_its_evaluation_keeps_it(run):
     lines = run.log_file.read_text().splitlines(keepends=True)
     assert json.loads(lines[-1])["event"] == "done"
     run.log_file.write_text("".join(lines[:-1]))  # as if killed when its student was made
-    finish(work_in_foreground(run.evaluating, evaluate(run, Request.of(SHORT), locked=True), request=SHORT))
+    finish(work_in_foreground(run.evaluating, evaluate_run(run, Request.of(SHORT), locked=True), request=SHORT))
     assert (control.status(run).state, control.status(run).evaluation.state) == ("lost", "done")
     finish(work_in_foreground(run, linearize(run, locked=True)))
     result = control.status(run).evaluation
