@@ -126,7 +126,11 @@ def test_messages_wait_in_view_and_all_turns_stay_also_on_a_page_that_is_opened_
     assert kept["student"] == shown(end)["student"] and column(end)[::2] == ["Where?", "When?"]
     assert kept["chat_note"] == shown(end)["chat_note"]
     assert all(column(end)[1::2]) and "memory at" in kept["student_head"]
-    assert list(compare.answer(MEMORY, None, None, 4, 0, False, True, "", True)) == [compare.update()]
+    chats.ask(key := compare.key_of(Browser(MEMORY)), Message("Who?"))  # on a page that is gone
+    *_, end = ask_page("Why?")[1]
+    assert column(end)[4::2] == ["Who?", "Why?"] and not chats.asked(key)
+    (nothing,) = compare.answer(MEMORY, None, None, 4, 0, False, True, "", True)
+    assert shown(nothing)["student"] == shown(end)["student"]
 
 
 def test_a_message_that_cannot_be_answered_is_refused_before_any_model_is_loaded(visitor, monkeypatch):

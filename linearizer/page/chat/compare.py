@@ -161,12 +161,17 @@ def show(key: Key) -> dict[str, Any]:
 
 
 def show_kept(browser: Browser, another: bool = False) -> dict[str, Any]:
-    """Show the chat of a run that is opened; without one, only that of `another` run is emptied."""
+    """Show the chat of a run that is opened; without one, only that of `another` run is emptied.
+
+    Messages that wait while nothing is answered return to the field: the page that sent them is gone.
+    """
     with suppress(LinearizerError):  # the visitor may be unknown, and has none
         key, run = key_of(browser), browser.find_run()
         about = {"about_recorded": recorded.about_html(run)} if is_example(run) else {}
+        left = [] if chats.is_answering(key) else chats.stop(key)
         if chats.look_up(key) or another or chats.asked(key) or about:
-            return show(key) | about | {"chat_note": last_note(shown_chat(key))}
+            returned = give_back(left) if left else {}
+            return show(key) | about | returned | {"chat_note": last_note(shown_chat(key))}
     return {}
 
 
@@ -193,6 +198,12 @@ def draft(pictures: Sequence[bytes]) -> dict[str, Any]:
     """Show the pictures that the next message has."""
     shown = gr.HTML("".join(map(cards.picture_html, pictures)))
     return {"drafted": tuple(pictures), "drafts": shown, "drop_pictures": gr.Button(visible=bool(pictures))}
+
+
+def give_back(messages: Sequence[Message]) -> dict[str, Any]:
+    """Return messages that will not be answered to the field."""
+    pictures = draft([picture for message in messages for picture in message.pictures])
+    return {"prompt": "\n".join(message.text for message in messages if message.text), **pictures}
 
 
 @handler
@@ -247,18 +258,22 @@ def read_settings(as_chat: bool, system: str, window: bool) -> Settings:
 
 @handler
 def answer(browser: Browser, tokens: float, seed: float, sample: bool, *manner: Any) -> Iterator[list[Any]]:
-    """Let all models answer the message that waits longest; one that cannot be answered returns to its field."""
+    """Let all models answer the messages that wait; a message that cannot be answered returns to its field.
+
+    The page that sent the first ones may be gone, and the next event answers them, too.
+    """
     key = key_of(browser)
     if not (waiting := chats.asked(key)):
-        yield update()  # it was taken back meanwhile
-        return
-    message = waiting[0]
-    try:
-        yield from show_answers(browser, key, message, read_how(tokens, seed, sample), read_settings(*manner))
-    except LinearizerError as error:
-        chats.take_asked(key)
-        returned = {"prompt": message.text, **draft(message.pictures)}
-        yield update(**show(key), **returned, chat_note=message_box(str(error), "bad"))
+        yield update(**show(key))  # it was answered or taken back meanwhile
+    for message in waiting:
+        if message not in chats.asked(key):
+            return
+        try:
+            yield from show_answers(browser, key, message, read_how(tokens, seed, sample), read_settings(*manner))
+        except LinearizerError as error:
+            chats.take_asked(key)
+            yield update(**show(key), **give_back([message]), chat_note=message_box(str(error), "bad"))
+            return
 
 
 def show_answers(
@@ -341,9 +356,7 @@ def take_text(path: str | None) -> str:
 def stop(browser: Browser, prompt: str, drafted: tuple[bytes, ...]) -> list[Any]:
     """Stop what is being read or written; messages that wait return to the field."""
     left = [Message(prompt or "", pictures=tuple(drafted or ())), *chats.stop(key := key_of(browser))]
-    text = "\n".join(message.text for message in left if message.text)
-    pictures = draft([picture for message in left for picture in message.pictures])
-    return update(**show(key), **pictures, prompt=text, chat_note=message_box("Stopped."))
+    return update(**show(key), **give_back(left), chat_note=message_box("Stopped."))
 
 
 @handler
