@@ -1,11 +1,14 @@
 """What is said in a chat is not lost, and what has ended is not kept. No model is loaded here."""
 
+
 import pytest
 
+from linearizer.errors import RequestError
 from linearizer.page.calls import Browser
-from linearizer.page.chat import chats, compare
-from linearizer.page.chat.chats import Message
+from linearizer.page.chat import answers, chats, compare
+from linearizer.page.chat.chats import USUAL, Chat, Message, Settings
 from linearizer.page.visitors import EXAMPLE_NAME, find_visitor
+from linearizer.run.results import StateSizes
 
 MEMORY = {"run": EXAMPLE_NAME}  # of a browser
 
@@ -15,12 +18,26 @@ def visitor(root):
     yield find_visitor()
     chats.CHATS.clear()
     chats.ASKED.clear()
+    chats.LOADED.clear()
 
 
 @pytest.fixture
 def key(visitor):
     """The key of the chat that the page shows."""
     return chats.key_of(visitor, visitor.find_run(EXAMPLE_NAME), compare.NAME)
+
+
+READ = Chat(USUAL, {"student": [1, 2, 3]})
+
+
+def steps(*talks):
+    """What models yield while they read."""
+    yield from ((talk, StateSizes(1, 2, {})) for talk in talks)
+
+
+def fresh_state(content=b"state"):
+    (file := chats.fresh_file()).write_bytes(content)
+    return file
 
 
 def test_a_message_whose_page_is_gone_returns_to_the_field_of_the_next_page(key):
@@ -30,3 +47,24 @@ def test_a_message_whose_page_is_gone_returns_to_the_field_of_the_next_page(key)
         assert "prompt" not in compare.show_kept(Browser(MEMORY)) and len(chats.asked(key)) == 2
     assert compare.show_kept(Browser(MEMORY))["prompt"] == "Who?\nWhen?"
     assert not chats.asked(key) and "prompt" not in compare.show_kept(Browser(MEMORY))
+
+
+def test_a_new_chat_stays_when_models_answer_in_the_old_one(key):
+    chats.keep_chat(key, READ)
+    answering = answers.keep_while_answering(key, steps(READ, READ))
+    next(answering)
+    compare.end(MEMORY, None, None)  # the example keeps an empty chat at once
+    assert not list(answering) and chats.look_up(key) == Chat(Settings())
+
+
+def test_what_is_refused_changes_no_chat(visitor, key):
+    chats.keep_chat(key, READ)
+    for text in ("", " \n"):
+        with pytest.raises(RequestError, match="the document is empty"):
+            next(answers.read_document(visitor, EXAMPLE_NAME, text, USUAL, compare.NAME))
+    answering = answers.keep_while_answering(key, steps(READ))
+    next(answering)
+    with pytest.raises(RequestError, match="in this chat already"):
+        next(answers.keep_while_answering(key, steps(Chat(Settings(window=False)))))
+    answering.close()
+    assert chats.look_up(key) == READ and not chats.is_answering(key)

@@ -53,30 +53,31 @@ def compare_models(
     """
     key = chats.key_of(visitor, visitor.find_run(name), chat_name)
     chat = chats.find_chat(key, settings)
-    yield from keep_while_answering(key, chat, answer_in_turns(visitor, name, key, chat, message, tokens, seed, sample))
+    yield from keep_while_answering(key, answer_in_turns(visitor, name, key, chat, message, tokens, seed, sample))
 
 
 def read_document(visitor: Visitor, name: str, text: str, settings: Settings, chat_name: str = "") -> Answers:
     """Let all models of a run read a document, which begins a new chat; after a stop, what was read is kept."""
     key = chats.key_of(visitor, visitor.find_run(name), chat_name)
-    chat = Chat(settings)
-    yield from keep_while_answering(key, chat, read_in_turns(visitor, name, key, chat, text))
+    yield from keep_while_answering(key, read_in_turns(visitor, name, key, Chat(settings), text))
 
 
-def keep_while_answering(key: Key | None, chat: Chat, answers: Answers) -> Answers:
-    """Keep a chat while the models answer; stop them if they should, or if it is ended meanwhile."""
-    chats.keep_chat(key, chat)
-    try:
-        with chats.answering(key) as should_stop:
+def keep_while_answering(key: Key | None, answers: Answers) -> Answers:
+    """Keep a chat while the models answer; stop them if they should, or if it is ended meanwhile.
+
+    Until they have read something the chat stays as it was, so a refusal changes nothing.
+    """
+    with chats.answering(key) as should_stop:
+        try:
             for chat, update in answers:
                 if should_stop():
                     return
                 chats.keep_chat(key, chat)
                 yield chat, update
-    finally:
-        answers.close()
-        if chats.look_up(key) is None:
-            chats.end_chat(key)  # frees the states that were kept since
+        finally:
+            answers.close()
+            if key is not None and chats.look_up(key) is None:
+                chats.forget_states(key)  # that were kept since
 
 
 @zerogpu.with_device(COMPARISON_SECONDS)
@@ -165,13 +166,11 @@ def load_state(visitor: Visitor, name: str, path: Path, settings: Settings, chat
     The teacher and the window have not read what the state holds, so they do not take part.
     """
     key = chats.key_of(visitor, visitor.find_run(name), chat_name)
-    earlier, chat = chats.look_up(key), Chat(settings, state=path)
     try:
-        yield from keep_while_answering(key, chat, load_in_turns(visitor, name, key, chat))
-    except LinearizerError:
-        path.unlink(missing_ok=True)
-        chats.keep_chat(key, earlier) if earlier else chats.end_chat(key)
-        raise
+        yield from keep_while_answering(key, load_in_turns(visitor, name, key, Chat(settings, state=path)))
+    finally:
+        if (chat := chats.look_up(key)) is None or chat.state != path:
+            path.unlink(missing_ok=True)
 
 
 @zerogpu.with_device(COMPARISON_SECONDS)

@@ -210,15 +210,19 @@ def is_answering(key: Key) -> bool:
 
 @contextmanager
 def answering(key: Key | None) -> Iterator[Callable[[], bool]]:
-    """Note that the models answer in a chat; give a function that says whether they should stop."""
+    """Note that the models answer in a chat, once at a time; give a function that says whether they should stop."""
     if key is None:
         yield lambda: False
         return
-    ANSWERING[key] = False
+    with CHATS_LOCK:
+        if key in ANSWERING:
+            raise RequestError("the models read or answer in this chat already: wait until they are done")
+        ANSWERING[key] = False
     try:
-        yield lambda: ANSWERING[key] or look_up(key) is None
+        yield lambda: ANSWERING[key]
     finally:
-        ANSWERING.pop(key, None)
+        with CHATS_LOCK:
+            del ANSWERING[key]
 
 
 def find_chat(key: Key | None, settings: Settings) -> Chat:
@@ -252,9 +256,11 @@ def keep_chat(key: Key | None, chat: Chat) -> None:
 
 
 def end_chat(key: Key | None) -> None:
-    """Forget a chat, and the states of the models."""
+    """Forget a chat, and the states of the models, which stop if they are answering in it."""
     if key is not None:
         with CHATS_LOCK:  # another thread may be going through all chats
+            if key in ANSWERING:
+                ANSWERING[key] = True
             _, chat = CHATS.pop(key, (0.0, None))
             ASKED.pop(key, None)
         forget_states(key)

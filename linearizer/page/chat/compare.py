@@ -302,13 +302,18 @@ def read_file(browser: Browser, path: str | None, *manner: Any) -> Iterator[list
     """Let all models read a file, which begins a new chat; nothing else of it is kept."""
     from linearizer.run.results import StateSizes
 
-    text, key = take_text(path), key_of(browser)
-    yield update(**cards.columns_of(Chat(Settings()), []), recorded_text="", chat_note=message_box(LOADING))
-    for _, news in answers.read_document(browser.visitor, browser.run_name, text, read_settings(*manner), NAME):
-        assert isinstance(news, StateSizes), "nothing is written"
-        yield update(**cards.heads_of_reading(news, 0), chat_note=cards.reading_note(news, "the document"))
-    if (talk := chats.look_up(key)) is not None and talk.document is not None:
-        yield update(**cards.columns_of(talk, chats.asked(key)), chat_note=message_box("Now ask about the document."))
+    yield update(chat_note=message_box(LOADING))
+    key, settings, note = key_of(browser), read_settings(*manner), ""
+    try:
+        for talk, news in answers.read_document(browser.visitor, browser.run_name, take_text(path), settings, NAME):
+            assert isinstance(news, StateSizes), "nothing is written"
+            parts = cards.columns_of(talk, chats.asked(key)) | cards.heads_of_reading(news, 0)
+            yield update(**parts, recorded_text="", chat_note=cards.reading_note(news, "the document"))
+            note = message_box("Now ask about the document.")
+        if note and (kept := chats.look_up(key)) is not None and kept.document is not None:
+            yield update(chat_note=note)
+    except LinearizerError as error:
+        yield update(**show(key), chat_note=message_box(str(error), "bad"))
 
 
 @handler
