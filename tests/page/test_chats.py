@@ -1,5 +1,6 @@
 """What is said in a chat is not lost, and what has ended is not kept. No model is loaded here."""
 
+from dataclasses import replace
 
 import pytest
 
@@ -68,3 +69,13 @@ def test_what_is_refused_changes_no_chat(visitor, key):
         next(answers.keep_while_answering(key, steps(Chat(Settings(window=False)))))
     answering.close()
     assert chats.look_up(key) == READ and not chats.is_answering(key)
+
+
+def test_other_settings_lose_no_state_and_no_message_that_waits(key):
+    chats.ask(key, Message("Who?"))
+    chats.keep_chat(key, READ)
+    assert chats.find_chat(key, without := Settings(window=False)) == Chat(without)
+    chats.keep_chat(key, replace(READ, state=fresh_state()))
+    with pytest.raises(RequestError, match="the state was loaded with another template"):
+        chats.find_chat(key, without)
+    assert chats.look_up(key).state.exists() and chats.asked(key)

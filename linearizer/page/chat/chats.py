@@ -226,16 +226,16 @@ def answering(key: Key | None) -> Iterator[Callable[[], bool]]:
 
 
 def find_chat(key: Key | None, settings: Settings) -> Chat:
-    """Return the chat that goes on, or a new chat; the settings of a document that was read cannot change."""
+    """Return the chat that goes on, or a new chat; those settings cannot change that a file was read with."""
     chat = look_up(key)
     if chat is None or chat.settings == settings:
         return chat or Chat(settings)
-    if chat.document:
+    if chat.document or chat.state:
+        begun = "document was read" if chat.document else "state was loaded"
         raise RequestError(
-            "the document was read with another template, system prompt or without the window: set these as they were, "
-            "or begin a new chat and read it again"
+            f"the {begun} with another template, system prompt or choice of the window: set these as they were, or "
+            "begin a new chat and send the file again"
         )
-    end_chat(key)
     return Chat(settings)
 
 
