@@ -79,3 +79,13 @@ def test_other_settings_lose_no_state_and_no_message_that_waits(key):
     with pytest.raises(RequestError, match="the state was loaded with another template"):
         chats.find_chat(key, without)
     assert chats.look_up(key).state.exists() and chats.asked(key)
+
+
+def test_a_file_that_did_not_arrive_is_refused_in_a_sentence_and_the_chat_stays(key, tmp_path):
+    chats.keep_chat(key, READ)
+    for take in (compare.read_file, compare.load_state):
+        for path in (None, str(tmp_path / "taken by another visitor")):
+            *_, end = take(MEMORY, None, None, path, True, "", True)
+            note = dict(zip(compare.OUTPUTS, end, strict=True))["chat_note"]
+            assert "the file did not arrive" in note and "send it again" in note
+    assert chats.look_up(key) == READ

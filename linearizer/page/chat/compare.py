@@ -6,7 +6,6 @@ comes from the chat, which the server keeps: a page that is loaded again shows i
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -335,7 +334,7 @@ def load_state(browser: Browser, path: str | None, *manner: Any) -> Iterator[lis
     yield update(chat_note=message_box(LOADING))
     key, file = key_of(browser), chats.fresh_file()
     try:
-        shutil.move(path or os.devnull, file)
+        take_file(path, file)
         for _, news in answers.load_state(browser.visitor, browser.run_name, file, read_settings(*manner), NAME):
             assert isinstance(news, StateSizes), "nothing is written"
             note = message_box(f"The student remembers {news.tokens:,} tokens. Now ask about them.")
@@ -348,13 +347,19 @@ def take_text(path: str | None) -> str:
     """Return the text of a file that a visitor has sent, and delete the file."""
     from linearizer.teacher.text import decode_document
 
+    take_file(path, file := chats.fresh_file())
     try:
-        return decode_document("the file", Path(path or os.devnull).read_bytes())
+        return decode_document("the file", file.read_bytes())
+    finally:
+        file.unlink()
+
+
+def take_file(path: str | None, target: Path) -> None:
+    """Move a file that a visitor has sent; it may be gone, as two visitors who send the same file share one path."""
+    try:
+        shutil.move(path or "", target)
     except OSError as error:
         raise RequestError(f"the file did not arrive ({error.strerror}): send it again") from error
-    finally:
-        if path:
-            Path(path).unlink(missing_ok=True)
 
 
 @handler
