@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from linearizer.errors import RequestError
+from linearizer.page import actions
 from linearizer.page.calls import Browser
 from linearizer.page.chat import answers, chats, compare
 from linearizer.page.chat.chats import USUAL, Chat, Message, Settings
 from linearizer.page.visitors import EXAMPLE_NAME, find_visitor
-from linearizer.run.results import StateSizes
+from linearizer.run.results import Comparison, StateSizes
 
 MEMORY = {"run": EXAMPLE_NAME}  # of a browser
 
@@ -89,3 +90,14 @@ def test_a_file_that_did_not_arrive_is_refused_in_a_sentence_and_the_chat_stays(
             note = dict(zip(compare.OUTPUTS, end, strict=True))["chat_note"]
             assert "the file did not arrive" in note and "send it again" in note
     assert chats.look_up(key) == READ
+
+
+def test_a_call_whose_chat_is_ended_before_an_answer_returns_none(key):
+    def ended():
+        yield from steps(READ)
+        chats.end_chat(key)
+        yield from steps(READ)
+
+    for models, kind in ((ended(), Comparison), (steps(), StateSizes)):
+        with pytest.raises(RequestError, match="ended or stopped"):
+            actions.last_of(answers.keep_while_answering(key, models), kind)
