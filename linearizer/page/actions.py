@@ -235,7 +235,7 @@ def run_status(visitor: Visitor, run: str) -> RunStatus:
 
 def list_runs(visitor: Visitor) -> list[RunStatus]:
     """List your runs, the newest first."""
-    return [describe_status(status) for status in control.runs_in(visitor.home)]
+    return [describe_status(status) for status in visitor.runs()]
 
 
 def describe_status(status: Status, evaluation: Any = None, verdict: Verdict | None = None) -> RunStatus:

@@ -213,7 +213,7 @@ def turn(visitor: Visitor, limits: Limits = LIMITS) -> Iterator[None]:
         return
     home = visitor.home
     with CHECKING:
-        check_turn(home, limits)
+        check_turn(visitor, limits)
         STARTING.append(home)
     try:
         yield
@@ -221,10 +221,10 @@ def turn(visitor: Visitor, limits: Limits = LIMITS) -> Iterator[None]:
         STARTING.remove(home)
 
 
-def check_turn(home: Path, limits: Limits) -> None:
+def check_turn(visitor: Visitor, limits: Limits) -> None:
     """Refuse more runs or disk than a visitor may use, and any run while the queue is full."""
-    mine = control.runs_in(home)
-    if sum(status.live for status in mine) + STARTING.count(home) >= limits.runs:
+    mine = visitor.runs()
+    if sum(status.live for status in mine) + sum(map(STARTING.count, visitor.homes)) >= limits.runs:
         raise RequestError(f"at most {limits.runs:g} of your runs may run or wait: wait until one ends, or stop it")
     if sum(status.disk_bytes for status in mine) > limits.disk * 1e9:
         raise RequestError(f"your runs fill {limits.disk:g} GB: delete a run under `Runs`")

@@ -166,7 +166,8 @@ def key_of(visitor: Visitor, run: Run, name: str) -> Key | None:
     """Return the key of a chat; None: it has no name, and is not kept."""
     if len(name) > MAX_NAME:
         raise RequestError(f"the name of a chat has {len(name)} characters: give it at most {MAX_NAME}")
-    return (visitor.home, run.key, name) if name else None
+    home = visitor.home if is_example(run) else run.folder.parent  # also of a run before its visitor signed in
+    return (home, run.key, name) if name else None
 
 
 def look_up(key: Key | None) -> Chat | None:
