@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -298,8 +298,9 @@ def worked_since(status: control.Status) -> float:
     return begun + waited
 
 
-def guard_runs() -> None:
+def guard_runs(end_old_chats: Callable[[], None]) -> None:
     """Enforce the limits forever."""
     while True:
         enforce_limits(time.time())
+        end_old_chats()
         time.sleep(min(GUARD_SECONDS, LIMITS.minutes * 6))

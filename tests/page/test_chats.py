@@ -1,11 +1,12 @@
 """What is said in a chat is not lost, and what has ended is not kept. No model is loaded here."""
 
+import time
 from dataclasses import replace
 
 import pytest
 
 from linearizer.errors import RequestError
-from linearizer.page import actions
+from linearizer.page import actions, limits
 from linearizer.page.calls import Browser
 from linearizer.page.chat import answers, chats, compare
 from linearizer.page.chat.chats import USUAL, Chat, Message, Settings
@@ -101,3 +102,11 @@ def test_a_call_whose_chat_is_ended_before_an_answer_returns_none(key):
     for models, kind in ((ended(), Comparison), (steps(), StateSizes)):
         with pytest.raises(RequestError, match="ended or stopped"):
             actions.last_of(answers.keep_while_answering(key, models), kind)
+
+
+def test_a_chat_ends_an_hour_after_its_last_turn_also_if_nobody_chats(key):
+    chats.keep_chat(key, talk := replace(READ, state=fresh_state()))
+    chats.CHATS[key] = time.monotonic() - limits.CHAT_SECONDS, talk
+    with chats.answering(key):
+        assert chats.look_up(key) == talk, "the models answer"
+    assert chats.look_up(key) is None and not talk.state.exists()

@@ -171,6 +171,7 @@ def key_of(visitor: Visitor, run: Run, name: str) -> Key | None:
 
 
 def look_up(key: Key | None) -> Chat | None:
+    end_old_chats()
     with CHATS_LOCK:
         return CHATS[key][1] if key is not None and key in CHATS else None
 
@@ -246,14 +247,19 @@ def keep_chat(key: Key | None, chat: Chat) -> None:
         return
     with CHATS_LOCK:
         CHATS.pop(key, None)
-        CHATS[key] = (now := time.monotonic()), chat
-        expired = [kept_key for kept_key, (used_at, _) in CHATS.items() if used_at < now - limits.CHAT_SECONDS]
-        remaining = [kept_key for kept_key in CHATS if kept_key not in expired]
-        if len(remaining) > limits.MAX_CHATS:
-            counts = Counter(home for home, *_ in remaining)
-            expired.append(max(remaining, key=lambda kept_key: counts[kept_key[0]]))
-    for kept_key in expired:
-        end_chat(kept_key)
+        CHATS[key] = time.monotonic(), chat
+        counts = Counter(home for home, *_ in CHATS)
+        most = max(CHATS, key=lambda kept_key: counts[kept_key[0]]) if len(CHATS) > limits.MAX_CHATS else None
+    end_chat(most)
+
+
+def end_old_chats() -> None:
+    """End the chats that were not used for an hour, but no chat in which the models answer."""
+    oldest = time.monotonic() - limits.CHAT_SECONDS
+    with CHATS_LOCK:
+        old = [key for key, (used_at, _) in CHATS.items() if used_at < oldest and key not in ANSWERING]
+    for key in old:
+        end_chat(key)
 
 
 def end_chat(key: Key | None) -> None:
