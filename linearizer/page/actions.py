@@ -270,7 +270,9 @@ def rename_run(visitor: Visitor, run: str, name: str) -> str:
     opened = visitor.find_own_run(run)
     check_name(name)
     sending.refuse_while_sending(opened)
-    return control.rename(opened, name).folder.name
+    renamed = control.rename(opened, name)
+    chats.move_chats(opened, renamed)
+    return renamed.folder.name
 
 
 def delete_run(visitor: Visitor, run: str) -> str:
@@ -278,6 +280,7 @@ def delete_run(visitor: Visitor, run: str) -> str:
     opened = visitor.find_own_run(run)
     sending.refuse_while_sending(opened)
     runs.delete_run(opened, visitor.token)
+    chats.end_chats_of(opened)
     return run
 
 

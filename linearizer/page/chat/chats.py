@@ -262,6 +262,27 @@ def end_old_chats() -> None:
         end_chat(key)
 
 
+def end_chats_of(run: Run) -> None:
+    """End the chats of a run that was deleted, and free its models, unless a call is using them."""
+    with CHATS_LOCK:
+        ended = [key for key in {*CHATS, *ANSWERING} if key[1][0] == run.folder]
+    for key in ended:
+        end_chat(key)
+    if MODELS_LOCK.acquire(blocking=False):
+        LOADED[:] = [models for models in LOADED if models.run_key[0] != run.folder]
+        MODELS_LOCK.release()
+
+
+def move_chats(run: Run, renamed: Run) -> None:
+    """Keep the chats of a run that was renamed; the models read them again."""
+    kept: Any
+    with CHATS_LOCK:
+        for kept in (CHATS, ASKED):
+            for key in [key for key in kept if key[1][0] == run.folder]:
+                home, (_, run_id), name = key
+                kept[home, (renamed.folder, run_id), name] = kept.pop(key)
+
+
 def end_chat(key: Key | None) -> None:
     """Forget a chat, and the states of the models, which stop if they are answering in it."""
     if key is not None:
