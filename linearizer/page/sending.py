@@ -152,7 +152,10 @@ def fetch(run: Run, name: str) -> Iterator[bytes]:
 def send_state(request: Request) -> Response:
     """Send the state that an address names, once."""
     end, run, path = OFFERED.pop(request.path_params["ticket"], (0.0, None, None))
-    if run is None or path is None or end < time.monotonic():
+    is_late = end < time.monotonic()
+    if path is not None and is_late:
+        path.unlink(missing_ok=True)
+    if run is None or path is None or is_late:
         return PlainTextResponse(TOO_OLD.replace("student", "state").replace("Download", "Save"), 404)
     return FileResponse(path, filename=f"{student_name(run)}.state", background=BackgroundTask(path.unlink))
 

@@ -2,11 +2,12 @@
 
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from linearizer.errors import RequestError
-from linearizer.page import actions, limits
+from linearizer.page import actions, limits, sending
 from linearizer.page.calls import Browser
 from linearizer.page.chat import answers, chats, compare
 from linearizer.page.chat.chats import USUAL, Chat, Message, Settings
@@ -81,6 +82,19 @@ def test_other_settings_lose_no_state_and_no_message_that_waits(key):
     with pytest.raises(RequestError, match="the state was loaded with another template"):
         chats.find_chat(key, without)
     assert chats.look_up(key).state.exists() and chats.asked(key)
+
+
+def test_files_of_states_are_deleted_when_another_chat_begins_and_when_they_are_fetched_too_late(visitor, key):
+    first, second = (replace(READ, state=fresh_state()) for _ in range(2))
+    chats.keep_chat(key, first)
+    chats.keep_chat(key, replace(first, heard={}))
+    assert first.state.exists()
+    chats.keep_chat(key, second)
+    assert not first.state.exists() and second.state.exists()
+    ticket = sending.offer_state(run := visitor.find_run(EXAMPLE_NAME), late := fresh_state()).removeprefix("state/")
+    sending.OFFERED[ticket] = (0.0, run, late)
+    response = sending.send_state(SimpleNamespace(path_params={"ticket": ticket}))
+    assert response.status_code == 404 and not late.exists()
 
 
 def test_a_file_that_did_not_arrive_is_refused_in_a_sentence_and_the_chat_stays(key, tmp_path):

@@ -246,10 +246,12 @@ def keep_chat(key: Key | None, chat: Chat) -> None:
     if key is None:
         return
     with CHATS_LOCK:
-        CHATS.pop(key, None)
+        _, earlier = CHATS.pop(key, (0.0, None))
         CHATS[key] = time.monotonic(), chat
         counts = Counter(home for home, *_ in CHATS)
         most = max(CHATS, key=lambda kept_key: counts[kept_key[0]]) if len(CHATS) > limits.MAX_CHATS else None
+    if earlier is not None and earlier.state not in (None, chat.state):
+        earlier.state.unlink(missing_ok=True)
     end_chat(most)
 
 
