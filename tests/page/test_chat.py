@@ -324,7 +324,7 @@ def test_a_student_goes_on_from_a_state_as_from_the_chat_that_was_saved(visitor,
     assert written == [expected] * 2
 
 
-def test_a_state_shows_in_the_students_column_and_is_gone_with_its_chat(visitor, models, tmp_path):
+def test_a_state_shows_in_the_students_column_and_is_gone_with_its_chat(visitor, models, tmp_path, monkeypatch):
     said(visitor, "Where?", name=compare.NAME)
     address, note = compare.save_state(MEMORY, None, None)
     assert not note
@@ -340,6 +340,9 @@ def test_a_state_shows_in_the_students_column_and_is_gone_with_its_chat(visitor,
     file = chats.look_up(key).state
     compare.end(MEMORY, None, None)
     assert not file.exists() and not (tmp_path / "mine").exists()
+    said(visitor, "Where?", name=compare.NAME)
+    monkeypatch.setattr(limits, "MAX_FILE", 1)
+    assert "loads files of at most 1 B" in compare.save_state(MEMORY, None, None)[1]
 
 
 def test_what_is_no_state_of_this_student_is_refused_in_a_sentence_and_the_chat_stays(visitor, models, tmp_path):

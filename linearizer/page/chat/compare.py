@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
+from linearizer.amounts import size
 from linearizer.errors import LinearizerError, RequestError
-from linearizer.page import actions, sending
+from linearizer.page import actions, limits, sending
 from linearizer.page.calls import ONCE, QUICK, SLOW, Browser, handler
 from linearizer.page.chat import answers, cards, chats, recorded
 from linearizer.page.chat.chats import Chat, Key, Message, Settings
@@ -323,7 +324,9 @@ def save_state(browser: Browser) -> tuple[str, str]:
         path = answers.save_state(browser.visitor, browser.run_name, NAME)
     except LinearizerError as error:
         return "", message_box(str(error), "bad")
-    return sending.offer_state(browser.find_run(), path), ""
+    limit = f"This page loads files of at most {size(limits.MAX_FILE)}: `linearizer ask` goes on from this state."
+    note = message_box(limit) if path.stat().st_size > limits.MAX_FILE else ""
+    return sending.offer_state(browser.find_run(), path), note
 
 
 @handler
