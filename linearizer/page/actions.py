@@ -269,7 +269,7 @@ def rename_run(visitor: Visitor, run: str, name: str) -> str:
     """Rename a run that is not running; return the new name, of letters, digits and `._@+-`."""
     opened = visitor.find_own_run(run)
     check_name(name)
-    sending.refuse_while_sending(opened)
+    sending.refuse_while_leaving(opened)
     renamed = control.rename(opened, name)
     chats.move_chats(opened, renamed)
     return renamed.folder.name
@@ -278,7 +278,7 @@ def rename_run(visitor: Visitor, run: str, name: str) -> str:
 def delete_run(visitor: Visitor, run: str) -> str:
     """Delete a run that is not running; return its name."""
     opened = visitor.find_own_run(run)
-    sending.refuse_while_sending(opened)
+    sending.refuse_while_leaving(opened)
     runs.delete_run(opened, visitor.token)
     chats.end_chats_of(opened)
     return run

@@ -91,6 +91,13 @@ def refuse_while_sending(run: Run) -> None:
         raise RequestError(f"this run is being published to {publication.repo_id!r}: wait until that is done")
 
 
+def refuse_while_leaving(run: Run) -> None:
+    """Refuse to move or delete a run whose student is being published or downloaded."""
+    refuse_while_sending(run)
+    if FETCHED[run.key]:
+        raise RequestError("the student of this run is being downloaded: wait until that is done")
+
+
 def is_leaving(run: Run) -> bool:
     """Whether the student of a run is being published or downloaded, or may be downloaded soon."""
     publication, now = PUBLICATIONS.get(run.key), time.monotonic()

@@ -12,6 +12,8 @@ from linearizer.page.calls import Browser
 from linearizer.page.chat import answers, chats, compare
 from linearizer.page.chat.chats import USUAL, Chat, Message, Settings
 from linearizer.page.visitors import EXAMPLE_NAME, find_visitor
+from linearizer.plan.plan import Plan
+from linearizer.run.folder import Run
 from linearizer.run.results import Comparison, StateSizes
 
 MEMORY = {"run": EXAMPLE_NAME}  # of a browser
@@ -124,3 +126,18 @@ def test_a_chat_ends_an_hour_after_its_last_turn_also_if_nobody_chats(key):
     with chats.answering(key):
         assert chats.look_up(key) == talk, "the models answer"
     assert chats.look_up(key) is None and not talk.state.exists()
+
+
+def test_a_chat_stays_with_a_run_that_is_renamed_and_ends_with_one_that_is_deleted(visitor, root):
+    run = Run.create(root / "run", Plan("demo", budget=64))
+    chats.keep_chat(chats.key_of(visitor, run, "talk"), READ)
+    actions.rename_run(visitor, "run", "new")
+    ((key, (_, talk)),) = chats.CHATS.items()
+    assert talk == READ and key == chats.key_of(visitor, visitor.find_run("new"), "talk")
+    chats.LOADED.append(chats.Models(visitor.find_run("new"), key[1], (), None))
+    sending.FETCHED[key[1]] += 1
+    with pytest.raises(RequestError, match="is being downloaded"):
+        actions.delete_run(visitor, "new")
+    del sending.FETCHED[key[1]]
+    actions.delete_run(visitor, "new")
+    assert not chats.CHATS and not chats.LOADED
