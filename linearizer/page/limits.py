@@ -76,8 +76,8 @@ class Limits:
     def in_words(self) -> str:
         return (
             f"This is a public Space: models up to {self.gigabytes:g} GB, up to {self.runs:g} of your runs at a time, "
-            f"{self.minutes:g} minutes each. Runs are kept for {self.days:g} days; publish what you want to keep. "
-            "The files of jobs stay in your bucket until you delete their run."
+            f"{self.minutes:g} minutes each. Runs are kept for up to {self.days:g} days; publish what you want to "
+            "keep. The files of jobs stay in your bucket until you delete their run."
         )
 
 

@@ -55,6 +55,12 @@ def test_a_message_whose_page_is_gone_returns_to_the_field_of_the_next_page(key)
     assert not chats.asked(key) and "prompt" not in compare.show_kept(Browser(MEMORY))
 
 
+def test_a_message_waits_while_any_chat_is_answered(key):
+    with chats.answering((*key[:2], "another")):
+        sent = compare.send(MEMORY, None, None, "Who?", "", (), 4, 0, False)
+    assert "waits for its turn" in dict(zip(compare.OUTPUTS, sent, strict=True))["chat_note"]
+
+
 def test_a_new_chat_stays_when_models_answer_in_the_old_one(key):
     chats.keep_chat(key, READ)
     answering = answers.keep_while_answering(key, steps(READ, READ))

@@ -86,7 +86,7 @@ def read_in_turns(visitor: Visitor, name: str, key: Key | None, chat: Chat, text
     from linearizer.evaluate import side_by_side
 
     run = require_student(visitor.find_run(name))
-    check_document(text)
+    check_document(text, chat.settings.system)
     room = prompt_room(run)
     room -= min(ANSWER_ROOM, room // ANSWER_SHARE)
     with chats.lent_models(run, visitor) as models, models.readers(key, chat) as readers, explained():
@@ -110,7 +110,7 @@ def answer_in_turns(
     from linearizer.run.results import Comparison
 
     run = require_student(visitor.find_run(name))
-    check_message(message, tokens, seed)
+    check_message(message, tokens, seed, chat.settings.system)
     how = tokens, seed + message.tries, sample or message.tries > 0
     with chats.lent_models(run, visitor) as models, models.readers(key, chat) as readers, explained():
         earlier, prompt = chats.turn_prompt(chat, models, message)
@@ -273,16 +273,17 @@ def require_student(run: Run) -> Run:
     return run
 
 
-def check_message(message: Message, tokens: int, seed: int) -> None:
+def check_message(message: Message, tokens: int, seed: int, system: str = "") -> None:
     """Refuse, before models are loaded, an empty prompt, and too many characters or tokens for the page."""
     options_of(Plan)["seed"].check(seed)
     prompt = message.text
     if not prompt.strip():
         raise RequestError("the prompt is empty: write a text to continue")
-    too_long = on_space() and len(prompt) > limits.MAX_DOCUMENT_CHARACTERS
+    characters = len(prompt) + len(system)
+    too_long = on_space() and characters > limits.MAX_DOCUMENT_CHARACTERS
     if too_long or not 1 <= tokens <= limits.MAX_COMPARED_TOKENS:
         raise RequestError(
-            f"a prompt of {len(prompt)} characters and {tokens} tokens cannot be compared here: give a shorter prompt, "
+            f"a prompt of {characters} characters and {tokens} tokens cannot be compared here: give a shorter prompt, "
             f"and ask for 1 to {limits.MAX_COMPARED_TOKENS} tokens"
         )
 
@@ -292,13 +293,13 @@ def prompt_room(run: Run) -> int:
     return min(run.positions, limits.MAX_PROMPT_TOKENS) if on_space() else run.positions
 
 
-def check_document(text: str) -> None:
+def check_document(text: str, system: str) -> None:
     """Refuse a document that is empty, or too long for a Space."""
     if not text.strip():
         raise RequestError("the document is empty: there is nothing to read")
-    if on_space() and len(text) > limits.MAX_DOCUMENT_CHARACTERS:
+    if on_space() and (characters := len(text) + len(system)) > limits.MAX_DOCUMENT_CHARACTERS:
         raise RequestError(
-            f"a document of {len(text):,} characters is more than this Space reads "
+            f"a document of {characters:,} characters is more than this Space reads "
             f"({limits.MAX_DOCUMENT_CHARACTERS:,}): {limits.ELSEWHERE}"
         )
 

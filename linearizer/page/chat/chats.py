@@ -375,7 +375,7 @@ LOADED: list[Models] = []
 def lent_models(run: Run, visitor: Visitor) -> Iterator[Models]:
     """Lend the models of a run to one call at a time; those that were loaded last stay in memory."""
     if not MODELS_LOCK.acquire(timeout=WAIT_SECONDS):
-        raise RequestError("other visitors are comparing: try again in a minute")
+        raise RequestError("the models are in use: try again in a minute")
     try:
         if not LOADED or LOADED[0].run_key != run.key:
             LOADED.clear()

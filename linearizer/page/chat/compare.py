@@ -218,7 +218,7 @@ def send(
         chats.ask(key := keep_shown(browser), message)
     except LinearizerError as error:
         return update(prompt=prompt or "", chat_note=message_box(str(error), "bad"))
-    note = "It waits for its turn." if chats.is_answering(key) else LOADING
+    note = "It waits for its turn." if chats.ANSWERING else LOADING  # also that of another visitor
     return update(**show(key), **draft(()), answer="", chat_note=message_box(note))
 
 
