@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from glob import escape, glob
-from typing import Any
+from typing import Any, TypeVar
 
 from linearizer.errors import LinearizerError, ModelNotAvailable, RequestError
 from linearizer.hub.jobs_api import Hardware
@@ -34,13 +34,14 @@ from linearizer.report.head_needs import needs_of
 from linearizer.report.verdict import Verdict
 from linearizer.run.files import writing
 from linearizer.run.folder import Run
-from linearizer.run.results import Request, StateSizes
+from linearizer.run.results import Comparison, Request, StateSizes
 from linearizer.workers import control, runs
 from linearizer.workers.control import Status
 
 Choice = str | int | float | bool | list[str] | list[int] | None
 Options = dict[str, Choice] | None
 Fact = str | int | float | bool | list | dict | None
+Update = TypeVar("Update", Comparison, StateSizes)
 MAX_MODELS_FOUND = 20
 PROFILE, SAMPLES = "profile.json", "state/samples.safetensors"  # are measured together
 MEASURED_FILES = (PROFILE, "prices.json", "gates.json", SAMPLES, "state/texts.safetensors")  # for every budget
@@ -234,7 +235,7 @@ def run_status(visitor: Visitor, run: str) -> RunStatus:
 
 def list_runs(visitor: Visitor) -> list[RunStatus]:
     """List your runs, the newest first."""
-    return [describe_status(status) for status in control.runs_in(visitor.home)]
+    return [describe_status(status) for status in visitor.runs()]
 
 
 def describe_status(status: Status, evaluation: Any = None, verdict: Verdict | None = None) -> RunStatus:
@@ -268,15 +269,18 @@ def rename_run(visitor: Visitor, run: str, name: str) -> str:
     """Rename a run that is not running; return the new name, of letters, digits and `._@+-`."""
     opened = visitor.find_own_run(run)
     check_name(name)
-    sending.refuse_while_sending(opened)
-    return control.rename(opened, name).folder.name
+    sending.refuse_while_leaving(opened)
+    renamed = control.rename(opened, name)
+    chats.move_chats(opened, renamed)
+    return renamed.folder.name
 
 
 def delete_run(visitor: Visitor, run: str) -> str:
     """Delete a run that is not running; return its name."""
     opened = visitor.find_own_run(run)
-    sending.refuse_while_sending(opened)
+    sending.refuse_while_leaving(opened)
     runs.delete_run(opened, visitor.token)
+    chats.end_chats_of(opened)
     return run
 
 
@@ -342,8 +346,7 @@ def compare_models(
     cards.check_pictures(len(pictures or ()) + (talk.pictures if talk else 0))
     message = chats.Message(prompt, pictures=tuple(map(cards.take_address, pictures or ())))
     choices = message, tokens, seed, sample, Settings(as_chat, system, window), chat
-    *_, (talk, _) = answers.compare_models(visitor, run, *choices)
-    return asdict(talk.turns[-1].answers)
+    return asdict(last_of(answers.compare_models(visitor, run, *choices), Comparison))
 
 
 def read_document(
@@ -360,9 +363,15 @@ def read_document(
 
     as_chat, system, window and chat: as for compare_models.
     """
-    *_, (_, progress) = answers.read_document(visitor, run, text, Settings(as_chat, system, window), chat)
-    assert isinstance(progress, StateSizes), "nothing is written"
-    return progress
+    return last_of(answers.read_document(visitor, run, text, Settings(as_chat, system, window), chat), StateSizes)
+
+
+def last_of(updates: answers.Answers, kind: type[Update]) -> Update:
+    """Wait for the models, and return the last update."""
+    *_, last = (None, *(update for _, update in updates))
+    if not isinstance(last, kind):
+        raise RequestError("the chat was ended or stopped before the models were done: send this again")
+    return last
 
 
 def end_chat(visitor: Visitor, run: str, chat: str) -> str:

@@ -30,7 +30,6 @@ from linearizer.plan.plan import DEFAULT_BUDGET
 from linearizer.report import markup
 from linearizer.report.line_chart import Axis, Line, draw_lines
 from linearizer.report.markup import folded, table, values_list
-from linearizer.workers import control
 
 if TYPE_CHECKING:
     from linearizer.workers.forecast import RunForecast
@@ -194,7 +193,7 @@ def takes(forecast: RunForecast) -> str:
 def list_last_runs(browser: Browser) -> str:
     """Link to the runs that the visitor began last; an unknown visitor has none."""
     with suppress(LinearizerError):
-        return run_list.last_runs(control.runs_in(browser.visitor.home, MAX_LINKED_RUNS))
+        return run_list.last_runs(browser.visitor.runs(MAX_LINKED_RUNS))
     return ""
 
 

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -40,7 +40,7 @@ MAX_OF_REQUEST = {"texts": 32, "length": 8192, "lengths": 6, "seconds": 15, "lim
 MAX_COMPARED_TOKENS = 256  # of a comparison, from each model
 MAX_PROMPT_TOKENS = 4096  # of a prompt and what is written after it, on a Space
 MAX_DOCUMENT_CHARACTERS = 200_000  # that models read on a Space
-MAX_FILE = "16mb" if on_space() else "64mb"  # that a visitor may send
+MAX_FILE = (64 if on_space() else 4000) * 10**6  # bytes that a visitor may send: a text, or a state with its budget
 MAX_CHATS = 64  # of all visitors, whose texts are kept
 MAX_STATE_BYTES = 2**30  # of the states of chats; the newest is always kept
 CHAT_SECONDS = 3600.0  # that a chat is kept after its last turn
@@ -76,8 +76,8 @@ class Limits:
     def in_words(self) -> str:
         return (
             f"This is a public Space: models up to {self.gigabytes:g} GB, up to {self.runs:g} of your runs at a time, "
-            f"{self.minutes:g} minutes each. Runs are kept for {self.days:g} days; publish what you want to keep. "
-            "The files of jobs stay in your bucket until you delete their run."
+            f"{self.minutes:g} minutes each. Runs are kept for up to {self.days:g} days; publish what you want to "
+            "keep. The files of jobs stay in your bucket until you delete their run."
         )
 
 
@@ -213,7 +213,7 @@ def turn(visitor: Visitor, limits: Limits = LIMITS) -> Iterator[None]:
         return
     home = visitor.home
     with CHECKING:
-        check_turn(home, limits)
+        check_turn(visitor, limits)
         STARTING.append(home)
     try:
         yield
@@ -221,10 +221,10 @@ def turn(visitor: Visitor, limits: Limits = LIMITS) -> Iterator[None]:
         STARTING.remove(home)
 
 
-def check_turn(home: Path, limits: Limits) -> None:
+def check_turn(visitor: Visitor, limits: Limits) -> None:
     """Refuse more runs or disk than a visitor may use, and any run while the queue is full."""
-    mine = control.runs_in(home)
-    if sum(status.live for status in mine) + STARTING.count(home) >= limits.runs:
+    mine = visitor.runs()
+    if sum(status.live for status in mine) + sum(map(STARTING.count, visitor.homes)) >= limits.runs:
         raise RequestError(f"at most {limits.runs:g} of your runs may run or wait: wait until one ends, or stop it")
     if sum(status.disk_bytes for status in mine) > limits.disk * 1e9:
         raise RequestError(f"your runs fill {limits.disk:g} GB: delete a run under `Runs`")
@@ -298,8 +298,9 @@ def worked_since(status: control.Status) -> float:
     return begun + waited
 
 
-def guard_runs() -> None:
+def guard_runs(end_old_chats: Callable[[], None]) -> None:
     """Enforce the limits forever."""
     while True:
         enforce_limits(time.time())
+        end_old_chats()
         time.sleep(min(GUARD_SECONDS, LIMITS.minutes * 6))

@@ -32,7 +32,6 @@ from linearizer.run.events import EventName, events_of_student
 from linearizer.run.folder import Run
 from linearizer.run.names import refuse_encoder
 from linearizer.run.training_end import read_training
-from linearizer.workers import control
 from linearizer.workers.control import LIVE, Status
 
 RESUMED = ("stopped", "failed", "lost")  # states of runs that can be resumed
@@ -64,7 +63,7 @@ def list_runs(browser: Browser, busy: bool) -> list[Any]:
     if busy:
         return [gr.skip()] * 4
     try:
-        statuses = control.runs_in(browser.visitor.home)
+        statuses = browser.visitor.runs()
     except LinearizerError as error:
         return [markup.message_box(str(error), "bad"), gr.Column(visible=False), *[gr.skip()] * 2]
     names = [*(status.run.folder.name for status in statuses if isinstance(status.plan, Plan)), EXAMPLE_NAME]

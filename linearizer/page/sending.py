@@ -91,6 +91,13 @@ def refuse_while_sending(run: Run) -> None:
         raise RequestError(f"this run is being published to {publication.repo_id!r}: wait until that is done")
 
 
+def refuse_while_leaving(run: Run) -> None:
+    """Refuse to move or delete a run whose student is being published or downloaded."""
+    refuse_while_sending(run)
+    if FETCHED[run.key]:
+        raise RequestError("the student of this run is being downloaded: wait until that is done")
+
+
 def is_leaving(run: Run) -> bool:
     """Whether the student of a run is being published or downloaded, or may be downloaded soon."""
     publication, now = PUBLICATIONS.get(run.key), time.monotonic()
@@ -152,7 +159,10 @@ def fetch(run: Run, name: str) -> Iterator[bytes]:
 def send_state(request: Request) -> Response:
     """Send the state that an address names, once."""
     end, run, path = OFFERED.pop(request.path_params["ticket"], (0.0, None, None))
-    if run is None or path is None or end < time.monotonic():
+    is_late = end < time.monotonic()
+    if path is not None and is_late:
+        path.unlink(missing_ok=True)
+    if run is None or path is None or is_late:
         return PlainTextResponse(TOO_OLD.replace("student", "state").replace("Download", "Save"), 404)
     return FileResponse(path, filename=f"{student_name(run)}.state", background=BackgroundTask(path.unlink))
 

@@ -30,7 +30,7 @@ from linearizer.page import (
     sending,
 )
 from linearizer.page.calls import QUICK, Browser, Memory, add_endpoint, begin_import, handler
-from linearizer.page.chat import compare
+from linearizer.page.chat import chats, compare
 from linearizer.page.layout import browser_memory, show_note
 from linearizer.page.run_list import runs_page
 from linearizer.page.run_steps import IDLE_POLL_SECONDS, SOON_SECONDS
@@ -206,7 +206,7 @@ def serve_page(
     os.environ["GRADIO_RUN_HISTORY"] = "False"  # else browsers keep the inputs of events
     if on_space():
         os.environ["HF_HUB_DISABLE_IMPLICIT_TOKEN"] = "1"
-        threading.Thread(target=limits.guard_runs, daemon=True).start()
+        threading.Thread(target=limits.guard_runs, args=[chats.end_old_chats], daemon=True).start()
     site = build().queue(max_size=64, api_open=True)
     site._queue.sleep_when_free = QUEUE_SECONDS
     compressing = Middleware(GZipMiddleware, minimum_size=COMPRESSED_BYTES, compresslevel=5)

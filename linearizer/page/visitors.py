@@ -20,6 +20,8 @@ from linearizer.plan.plan import Plan
 from linearizer.run.files import find_carried
 from linearizer.run.folder import Run
 from linearizer.run.names import fresh_folder, runs_root
+from linearizer.workers import control
+from linearizer.workers.control import Status
 
 RUN_NAME = re.compile(r"[A-Za-z0-9_@+-][A-Za-z0-9._@+-]{0,199}")
 MIN_SECRET_CHARACTERS = 16
@@ -51,6 +53,7 @@ class Visitor:
     folder: Path | None  # None: a visitor of a Space without account or secret
     token: str | None = None
     name: str | None = None  # of their account, where they signed in
+    earlier: Path | None = None  # the folder of the runs that they began before they signed in
 
     def __repr__(self) -> str:
         return f"Visitor({self.name!r})"
@@ -65,16 +68,27 @@ class Visitor:
             )
         return self.folder
 
+    @property
+    def homes(self) -> list[Path]:
+        """The folders of all of this visitor's runs."""
+        return [self.home, *([self.earlier] if self.earlier else [])]
+
+    def runs(self, newest: int | None = None) -> list[Status]:
+        """Return the status of all of this visitor's runs, or of the newest; the newest first."""
+        found = [status for home in self.homes for status in control.runs_in(home, newest)]
+        return sorted(found, key=lambda status: status.begun, reverse=True)[:newest]
+
     def find_run(self, name: str) -> Run:
         """Open one of this visitor's runs, or the example, to read it."""
         if name == EXAMPLE_NAME and (self.folder is None or not (self.home / name).exists()):
             return Run(example_folder())
-        folder = self.home / name if isinstance(name, str) and RUN_NAME.fullmatch(name) else None
-        if folder is None or folder.is_symlink() or not (folder / Run(folder).plan_file).is_file():
-            raise RequestError(
-                f"{quote(name)} is not one of your runs, or was renamed or deleted: choose one that `Runs` lists"
-            )
-        return Run(folder)
+        if isinstance(name, str) and RUN_NAME.fullmatch(name):
+            for run in (Run(home / name) for home in self.homes):
+                if not run.folder.is_symlink() and (run.folder / run.plan_file).is_file():
+                    return run
+        raise RequestError(
+            f"{quote(name)} is not one of your runs, or was renamed or deleted: choose one that `Runs` lists"
+        )
 
     def find_own_run(self, name: str) -> Run:
         """Open one of this visitor's runs, to change it."""
@@ -94,13 +108,14 @@ class Visitor:
 
 def find_visitor(account: str | None = None, token: str | None = None, secret: str = "") -> Visitor:
     """Identify a visitor by the account, or else by the secret that their browser keeps."""
+    root = runs_root().absolute()
     if not on_space():
-        return Visitor(runs_root().absolute(), token)
+        return Visitor(root, token)
+    is_known = isinstance(secret, str) and len(secret) >= MIN_SECRET_CHARACTERS
+    without_account = root / hash_identity(f"secret {secret}") if is_known else None
     if account:
-        return Visitor(runs_root().absolute() / hash_identity(f"account {account}"), token, account)
-    if isinstance(secret, str) and len(secret) >= MIN_SECRET_CHARACTERS:
-        return Visitor(runs_root().absolute() / hash_identity(f"secret {secret}"))
-    return Visitor(None)
+        return Visitor(root / hash_identity(f"account {account}"), token, account, without_account)
+    return Visitor(without_account)
 
 
 def check_name(name: str) -> None:

@@ -126,7 +126,11 @@ def test_messages_wait_in_view_and_all_turns_stay_also_on_a_page_that_is_opened_
     assert kept["student"] == shown(end)["student"] and column(end)[::2] == ["Where?", "When?"]
     assert kept["chat_note"] == shown(end)["chat_note"]
     assert all(column(end)[1::2]) and "memory at" in kept["student_head"]
-    assert list(compare.answer(MEMORY, None, None, 4, 0, False, True, "", True)) == [compare.update()]
+    chats.ask(key := compare.key_of(Browser(MEMORY)), Message("Who?"))  # on a page that is gone
+    *_, end = ask_page("Why?")[1]
+    assert column(end)[4::2] == ["Who?", "Why?"] and not chats.asked(key)
+    (nothing,) = compare.answer(MEMORY, None, None, 4, 0, False, True, "", True)
+    assert shown(nothing)["student"] == shown(end)["student"]
 
 
 def test_a_message_that_cannot_be_answered_is_refused_before_any_model_is_loaded(visitor, monkeypatch):
@@ -320,7 +324,7 @@ def test_a_student_goes_on_from_a_state_as_from_the_chat_that_was_saved(visitor,
     assert written == [expected] * 2
 
 
-def test_a_state_shows_in_the_students_column_and_is_gone_with_its_chat(visitor, models, tmp_path):
+def test_a_state_shows_in_the_students_column_and_is_gone_with_its_chat(visitor, models, tmp_path, monkeypatch):
     said(visitor, "Where?", name=compare.NAME)
     address, note = compare.save_state(MEMORY, None, None)
     assert not note
@@ -336,6 +340,9 @@ def test_a_state_shows_in_the_students_column_and_is_gone_with_its_chat(visitor,
     file = chats.look_up(key).state
     compare.end(MEMORY, None, None)
     assert not file.exists() and not (tmp_path / "mine").exists()
+    said(visitor, "Where?", name=compare.NAME)
+    monkeypatch.setattr(limits, "MAX_FILE", 1)
+    assert "loads files of at most 1 B" in compare.save_state(MEMORY, None, None)[1]
 
 
 def test_what_is_no_state_of_this_student_is_refused_in_a_sentence_and_the_chat_stays(visitor, models, tmp_path):

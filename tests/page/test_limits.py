@@ -10,7 +10,7 @@ import pytest
 from linearizer.errors import RequestError
 from linearizer.page import actions, limits, plan_step, planning, run_list, sending
 from linearizer.page.chat import answers
-from linearizer.page.chat.chats import Message
+from linearizer.page.chat.chats import Message, Settings
 from linearizer.page.limits import LIMITS, MAX_OF_PLAN, Limits
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.plan import Plan
@@ -229,13 +229,14 @@ EMPTY = "the prompt is empty: write a text to continue"
 
 @pytest.mark.parametrize(
     ("prompt", "tokens", "sentence"),
-    [("x" * 200_001, 8, TOO_LONG), ("x", 300, TOO_LONG), ("x", 0, TOO_LONG), ("", 8, EMPTY), ("\n ", 8, EMPTY)],
+    [("x" * 199_997, 8, TOO_LONG), ("x", 300, TOO_LONG), ("x", 0, TOO_LONG), ("", 8, EMPTY), ("\n ", 8, EMPTY)],
 )
 def test_a_comparison_that_is_too_long_or_of_nothing_is_refused(on_space, prompt, tokens, sentence):
     run = begun()
     run.checkpoint.mkdir()
-    with pytest.raises(RequestError, match=sentence.format(len(prompt), tokens)):
-        next(answers.compare_models(find_visitor(secret=ANN), run.folder.name, Message(prompt), tokens, 0, False))
+    asked = Message(prompt), tokens, 0, False, Settings(system="1234")  # which counts
+    with pytest.raises(RequestError, match=sentence.format(len(prompt) + 4, tokens)):
+        next(answers.compare_models(find_visitor(secret=ANN), run.folder.name, *asked))
 
 
 def test_the_owner_of_a_space_sets_its_limits_by_variables():

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from linearizer.errors import FolderError, ModelNotAvailable, RequestError
-from linearizer.page import actions, cards, plan_cards, planning, result_step, run_list, run_steps
+from linearizer.page import actions, cards, limits, plan_cards, planning, result_step, run_list, run_steps
+from linearizer.page.chat import chats
+from linearizer.page.limits import Limits
 from linearizer.page.visitors import find_visitor
 from linearizer.plan.plan import Plan
 from linearizer.report import markup
@@ -25,6 +27,13 @@ def test_visitors_of_a_space_have_folders_that_nobody_can_guess(on_space):
     for other in (find_visitor(secret=BOB), find_visitor("ann"), find_visitor(ANN)):  # an account of these letters
         with pytest.raises(RequestError, match="not one of your runs"):
             other.find_run(run.folder.name)
+    signed_in = find_visitor("ann", secret=ANN)
+    assert signed_in.find_run(run.folder.name) == run and chats.key_of(signed_in, run, "talk")[0] == run.folder.parent
+    with pytest.raises(RequestError, match="your runs fill 0 GB"), limits.turn(signed_in, Limits(disk=0)):
+        pass
+    later = begin_for(signed_in, Plan("demo", budget=64))
+    assert [each.run for each in actions.list_runs(signed_in)] == [later.folder.name, run.folder.name]
+    assert find_visitor("ann").find_run(later.folder.name) == later
     assert len(run.folder.name) > 20
     assert ANN not in str(run.folder)
 

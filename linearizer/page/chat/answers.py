@@ -53,30 +53,31 @@ def compare_models(
     """
     key = chats.key_of(visitor, visitor.find_run(name), chat_name)
     chat = chats.find_chat(key, settings)
-    yield from keep_while_answering(key, chat, answer_in_turns(visitor, name, key, chat, message, tokens, seed, sample))
+    yield from keep_while_answering(key, answer_in_turns(visitor, name, key, chat, message, tokens, seed, sample))
 
 
 def read_document(visitor: Visitor, name: str, text: str, settings: Settings, chat_name: str = "") -> Answers:
     """Let all models of a run read a document, which begins a new chat; after a stop, what was read is kept."""
     key = chats.key_of(visitor, visitor.find_run(name), chat_name)
-    chat = Chat(settings)
-    yield from keep_while_answering(key, chat, read_in_turns(visitor, name, key, chat, text))
+    yield from keep_while_answering(key, read_in_turns(visitor, name, key, Chat(settings), text))
 
 
-def keep_while_answering(key: Key | None, chat: Chat, answers: Answers) -> Answers:
-    """Keep a chat while the models answer; stop them if they should, or if it is ended meanwhile."""
-    chats.keep_chat(key, chat)
-    try:
-        with chats.answering(key) as should_stop:
+def keep_while_answering(key: Key | None, answers: Answers) -> Answers:
+    """Keep a chat while the models answer; stop them if they should, or if it is ended meanwhile.
+
+    Until they have read something the chat stays as it was, so a refusal changes nothing.
+    """
+    with chats.answering(key) as should_stop:
+        try:
             for chat, update in answers:
                 if should_stop():
                     return
                 chats.keep_chat(key, chat)
                 yield chat, update
-    finally:
-        answers.close()
-        if chats.look_up(key) is None:
-            chats.end_chat(key)  # frees the states that were kept since
+        finally:
+            answers.close()
+            if key is not None and chats.look_up(key) is None:
+                chats.forget_states(key)  # that were kept since
 
 
 @zerogpu.with_device(COMPARISON_SECONDS)
@@ -85,7 +86,7 @@ def read_in_turns(visitor: Visitor, name: str, key: Key | None, chat: Chat, text
     from linearizer.evaluate import side_by_side
 
     run = require_student(visitor.find_run(name))
-    check_document(text)
+    check_document(text, chat.settings.system)
     room = prompt_room(run)
     room -= min(ANSWER_ROOM, room // ANSWER_SHARE)
     with chats.lent_models(run, visitor) as models, models.readers(key, chat) as readers, explained():
@@ -109,7 +110,7 @@ def answer_in_turns(
     from linearizer.run.results import Comparison
 
     run = require_student(visitor.find_run(name))
-    check_message(message, tokens, seed)
+    check_message(message, tokens, seed, chat.settings.system)
     how = tokens, seed + message.tries, sample or message.tries > 0
     with chats.lent_models(run, visitor) as models, models.readers(key, chat) as readers, explained():
         earlier, prompt = chats.turn_prompt(chat, models, message)
@@ -165,13 +166,11 @@ def load_state(visitor: Visitor, name: str, path: Path, settings: Settings, chat
     The teacher and the window have not read what the state holds, so they do not take part.
     """
     key = chats.key_of(visitor, visitor.find_run(name), chat_name)
-    earlier, chat = chats.look_up(key), Chat(settings, state=path)
     try:
-        yield from keep_while_answering(key, chat, load_in_turns(visitor, name, key, chat))
-    except LinearizerError:
-        path.unlink(missing_ok=True)
-        chats.keep_chat(key, earlier) if earlier else chats.end_chat(key)
-        raise
+        yield from keep_while_answering(key, load_in_turns(visitor, name, key, Chat(settings, state=path)))
+    finally:
+        if (chat := chats.look_up(key)) is None or chat.state != path:
+            path.unlink(missing_ok=True)
 
 
 @zerogpu.with_device(COMPARISON_SECONDS)
@@ -274,16 +273,17 @@ def require_student(run: Run) -> Run:
     return run
 
 
-def check_message(message: Message, tokens: int, seed: int) -> None:
+def check_message(message: Message, tokens: int, seed: int, system: str = "") -> None:
     """Refuse, before models are loaded, an empty prompt, and too many characters or tokens for the page."""
     options_of(Plan)["seed"].check(seed)
     prompt = message.text
     if not prompt.strip():
         raise RequestError("the prompt is empty: write a text to continue")
-    too_long = on_space() and len(prompt) > limits.MAX_DOCUMENT_CHARACTERS
+    characters = len(prompt) + len(system)
+    too_long = on_space() and characters > limits.MAX_DOCUMENT_CHARACTERS
     if too_long or not 1 <= tokens <= limits.MAX_COMPARED_TOKENS:
         raise RequestError(
-            f"a prompt of {len(prompt)} characters and {tokens} tokens cannot be compared here: give a shorter prompt, "
+            f"a prompt of {characters} characters and {tokens} tokens cannot be compared here: give a shorter prompt, "
             f"and ask for 1 to {limits.MAX_COMPARED_TOKENS} tokens"
         )
 
@@ -293,13 +293,13 @@ def prompt_room(run: Run) -> int:
     return min(run.positions, limits.MAX_PROMPT_TOKENS) if on_space() else run.positions
 
 
-def check_document(text: str) -> None:
+def check_document(text: str, system: str) -> None:
     """Refuse a document that is empty, or too long for a Space."""
     if not text.strip():
         raise RequestError("the document is empty: there is nothing to read")
-    if on_space() and len(text) > limits.MAX_DOCUMENT_CHARACTERS:
+    if on_space() and (characters := len(text) + len(system)) > limits.MAX_DOCUMENT_CHARACTERS:
         raise RequestError(
-            f"a document of {len(text):,} characters is more than this Space reads "
+            f"a document of {characters:,} characters is more than this Space reads "
             f"({limits.MAX_DOCUMENT_CHARACTERS:,}): {limits.ELSEWHERE}"
         )
 

@@ -166,10 +166,12 @@ def key_of(visitor: Visitor, run: Run, name: str) -> Key | None:
     """Return the key of a chat; None: it has no name, and is not kept."""
     if len(name) > MAX_NAME:
         raise RequestError(f"the name of a chat has {len(name)} characters: give it at most {MAX_NAME}")
-    return (visitor.home, run.key, name) if name else None
+    home = visitor.home if is_example(run) else run.folder.parent  # also of a run before its visitor signed in
+    return (home, run.key, name) if name else None
 
 
 def look_up(key: Key | None) -> Chat | None:
+    end_old_chats()
     with CHATS_LOCK:
         return CHATS[key][1] if key is not None and key in CHATS else None
 
@@ -210,28 +212,32 @@ def is_answering(key: Key) -> bool:
 
 @contextmanager
 def answering(key: Key | None) -> Iterator[Callable[[], bool]]:
-    """Note that the models answer in a chat; give a function that says whether they should stop."""
+    """Note that the models answer in a chat, once at a time; give a function that says whether they should stop."""
     if key is None:
         yield lambda: False
         return
-    ANSWERING[key] = False
+    with CHATS_LOCK:
+        if key in ANSWERING:
+            raise RequestError("the models read or answer in this chat already: wait until they are done")
+        ANSWERING[key] = False
     try:
-        yield lambda: ANSWERING[key] or look_up(key) is None
+        yield lambda: ANSWERING[key]
     finally:
-        ANSWERING.pop(key, None)
+        with CHATS_LOCK:
+            del ANSWERING[key]
 
 
 def find_chat(key: Key | None, settings: Settings) -> Chat:
-    """Return the chat that goes on, or a new chat; the settings of a document that was read cannot change."""
+    """Return the chat that goes on, or a new chat; those settings cannot change that a file was read with."""
     chat = look_up(key)
     if chat is None or chat.settings == settings:
         return chat or Chat(settings)
-    if chat.document:
+    if chat.document or chat.state:
+        begun = "document was read" if chat.document else "state was loaded"
         raise RequestError(
-            "the document was read with another template, system prompt or without the window: set these as they were, "
-            "or begin a new chat and read it again"
+            f"the {begun} with another template, system prompt or choice of the window: set these as they were, or "
+            "begin a new chat and send the file again"
         )
-    end_chat(key)
     return Chat(settings)
 
 
@@ -240,21 +246,51 @@ def keep_chat(key: Key | None, chat: Chat) -> None:
     if key is None:
         return
     with CHATS_LOCK:
-        CHATS.pop(key, None)
-        CHATS[key] = (now := time.monotonic()), chat
-        expired = [kept_key for kept_key, (used_at, _) in CHATS.items() if used_at < now - limits.CHAT_SECONDS]
-        remaining = [kept_key for kept_key in CHATS if kept_key not in expired]
-        if len(remaining) > limits.MAX_CHATS:
-            counts = Counter(home for home, *_ in remaining)
-            expired.append(max(remaining, key=lambda kept_key: counts[kept_key[0]]))
-    for kept_key in expired:
-        end_chat(kept_key)
+        _, earlier = CHATS.pop(key, (0.0, None))
+        CHATS[key] = time.monotonic(), chat
+        counts = Counter(home for home, *_ in CHATS)
+        most = max(CHATS, key=lambda kept_key: counts[kept_key[0]]) if len(CHATS) > limits.MAX_CHATS else None
+    if earlier is not None and earlier.state not in (None, chat.state):
+        earlier.state.unlink(missing_ok=True)
+    end_chat(most)
+
+
+def end_old_chats() -> None:
+    """End the chats that were not used for an hour, but no chat in which the models answer."""
+    oldest = time.monotonic() - limits.CHAT_SECONDS
+    with CHATS_LOCK:
+        old = [key for key, (used_at, _) in CHATS.items() if used_at < oldest and key not in ANSWERING]
+    for key in old:
+        end_chat(key)
+
+
+def end_chats_of(run: Run) -> None:
+    """End the chats of a run that was deleted, and free its models, unless a call is using them."""
+    with CHATS_LOCK:
+        ended = [key for key in {*CHATS, *ANSWERING} if key[1][0] == run.folder]
+    for key in ended:
+        end_chat(key)
+    if MODELS_LOCK.acquire(blocking=False):
+        LOADED[:] = [models for models in LOADED if models.run_key[0] != run.folder]
+        MODELS_LOCK.release()
+
+
+def move_chats(run: Run, renamed: Run) -> None:
+    """Keep the chats of a run that was renamed; the models read them again."""
+    kept: Any
+    with CHATS_LOCK:
+        for kept in (CHATS, ASKED):
+            for key in [key for key in kept if key[1][0] == run.folder]:
+                home, (_, run_id), name = key
+                kept[home, (renamed.folder, run_id), name] = kept.pop(key)
 
 
 def end_chat(key: Key | None) -> None:
-    """Forget a chat, and the states of the models."""
+    """Forget a chat, and the states of the models, which stop if they are answering in it."""
     if key is not None:
         with CHATS_LOCK:  # another thread may be going through all chats
+            if key in ANSWERING:
+                ANSWERING[key] = True
             _, chat = CHATS.pop(key, (0.0, None))
             ASKED.pop(key, None)
         forget_states(key)
@@ -339,7 +375,7 @@ LOADED: list[Models] = []
 def lent_models(run: Run, visitor: Visitor) -> Iterator[Models]:
     """Lend the models of a run to one call at a time; those that were loaded last stay in memory."""
     if not MODELS_LOCK.acquire(timeout=WAIT_SECONDS):
-        raise RequestError("other visitors are comparing: try again in a minute")
+        raise RequestError("the models are in use: try again in a minute")
     try:
         if not LOADED or LOADED[0].run_key != run.key:
             LOADED.clear()

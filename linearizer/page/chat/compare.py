@@ -6,7 +6,6 @@ comes from the chat, which the server keeps: a page that is loaded again shows i
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -16,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
+from linearizer.amounts import size
 from linearizer.errors import LinearizerError, RequestError
-from linearizer.page import actions, sending
+from linearizer.page import actions, limits, sending
 from linearizer.page.calls import ONCE, QUICK, SLOW, Browser, handler
 from linearizer.page.chat import answers, cards, chats, recorded
 from linearizer.page.chat.chats import Chat, Key, Message, Settings
@@ -161,12 +161,17 @@ def show(key: Key) -> dict[str, Any]:
 
 
 def show_kept(browser: Browser, another: bool = False) -> dict[str, Any]:
-    """Show the chat of a run that is opened; without one, only that of `another` run is emptied."""
+    """Show the chat of a run that is opened; without one, only that of `another` run is emptied.
+
+    Messages that wait while nothing is answered return to the field: the page that sent them is gone.
+    """
     with suppress(LinearizerError):  # the visitor may be unknown, and has none
         key, run = key_of(browser), browser.find_run()
         about = {"about_recorded": recorded.about_html(run)} if is_example(run) else {}
+        left = [] if chats.is_answering(key) else chats.stop(key)
         if chats.look_up(key) or another or chats.asked(key) or about:
-            return show(key) | about | {"chat_note": last_note(shown_chat(key))}
+            returned = give_back(left) if left else {}
+            return show(key) | about | returned | {"chat_note": last_note(shown_chat(key))}
     return {}
 
 
@@ -195,6 +200,12 @@ def draft(pictures: Sequence[bytes]) -> dict[str, Any]:
     return {"drafted": tuple(pictures), "drafts": shown, "drop_pictures": gr.Button(visible=bool(pictures))}
 
 
+def give_back(messages: Sequence[Message]) -> dict[str, Any]:
+    """Return messages that will not be answered to the field."""
+    pictures = draft([picture for message in messages for picture in message.pictures])
+    return {"prompt": "\n".join(message.text for message in messages if message.text), **pictures}
+
+
 @handler
 def send(
     browser: Browser, prompt: str, answer: str, pictures: tuple[bytes, ...], tokens: float, seed: float, sample: bool
@@ -207,7 +218,7 @@ def send(
         chats.ask(key := keep_shown(browser), message)
     except LinearizerError as error:
         return update(prompt=prompt or "", chat_note=message_box(str(error), "bad"))
-    note = "It waits for its turn." if chats.is_answering(key) else LOADING
+    note = "It waits for its turn." if chats.ANSWERING else LOADING  # also that of another visitor
     return update(**show(key), **draft(()), answer="", chat_note=message_box(note))
 
 
@@ -247,18 +258,22 @@ def read_settings(as_chat: bool, system: str, window: bool) -> Settings:
 
 @handler
 def answer(browser: Browser, tokens: float, seed: float, sample: bool, *manner: Any) -> Iterator[list[Any]]:
-    """Let all models answer the message that waits longest; one that cannot be answered returns to its field."""
+    """Let all models answer the messages that wait; a message that cannot be answered returns to its field.
+
+    The page that sent the first ones may be gone, and the next event answers them, too.
+    """
     key = key_of(browser)
     if not (waiting := chats.asked(key)):
-        yield update()  # it was taken back meanwhile
-        return
-    message = waiting[0]
-    try:
-        yield from show_answers(browser, key, message, read_how(tokens, seed, sample), read_settings(*manner))
-    except LinearizerError as error:
-        chats.take_asked(key)
-        returned = {"prompt": message.text, **draft(message.pictures)}
-        yield update(**show(key), **returned, chat_note=message_box(str(error), "bad"))
+        yield update(**show(key))  # it was answered or taken back meanwhile
+    for message in waiting:
+        if message not in chats.asked(key):
+            return
+        try:
+            yield from show_answers(browser, key, message, read_how(tokens, seed, sample), read_settings(*manner))
+        except LinearizerError as error:
+            chats.take_asked(key)
+            yield update(**show(key), **give_back([message]), chat_note=message_box(str(error), "bad"))
+            return
 
 
 def show_answers(
@@ -287,13 +302,18 @@ def read_file(browser: Browser, path: str | None, *manner: Any) -> Iterator[list
     """Let all models read a file, which begins a new chat; nothing else of it is kept."""
     from linearizer.run.results import StateSizes
 
-    text, key = take_text(path), key_of(browser)
-    yield update(**cards.columns_of(Chat(Settings()), []), recorded_text="", chat_note=message_box(LOADING))
-    for _, news in answers.read_document(browser.visitor, browser.run_name, text, read_settings(*manner), NAME):
-        assert isinstance(news, StateSizes), "nothing is written"
-        yield update(**cards.heads_of_reading(news, 0), chat_note=cards.reading_note(news, "the document"))
-    if (talk := chats.look_up(key)) is not None and talk.document is not None:
-        yield update(**cards.columns_of(talk, chats.asked(key)), chat_note=message_box("Now ask about the document."))
+    yield update(chat_note=message_box(LOADING))
+    key, settings, note = key_of(browser), read_settings(*manner), ""
+    try:
+        for talk, news in answers.read_document(browser.visitor, browser.run_name, take_text(path), settings, NAME):
+            assert isinstance(news, StateSizes), "nothing is written"
+            parts = cards.columns_of(talk, chats.asked(key)) | cards.heads_of_reading(news, 0)
+            yield update(**parts, recorded_text="", chat_note=cards.reading_note(news, "the document"))
+            note = message_box("Now ask about the document.")
+        if note and (kept := chats.look_up(key)) is not None and kept.document is not None:
+            yield update(chat_note=note)
+    except LinearizerError as error:
+        yield update(**show(key), chat_note=message_box(str(error), "bad"))
 
 
 @handler
@@ -304,7 +324,9 @@ def save_state(browser: Browser) -> tuple[str, str]:
         path = answers.save_state(browser.visitor, browser.run_name, NAME)
     except LinearizerError as error:
         return "", message_box(str(error), "bad")
-    return sending.offer_state(browser.find_run(), path), ""
+    limit = f"This page loads files of at most {size(limits.MAX_FILE)}: `linearizer ask` goes on from this state."
+    note = message_box(limit) if path.stat().st_size > limits.MAX_FILE else ""
+    return sending.offer_state(browser.find_run(), path), note
 
 
 @handler
@@ -315,7 +337,7 @@ def load_state(browser: Browser, path: str | None, *manner: Any) -> Iterator[lis
     yield update(chat_note=message_box(LOADING))
     key, file = key_of(browser), chats.fresh_file()
     try:
-        shutil.move(path or os.devnull, file)
+        take_file(path, file)
         for _, news in answers.load_state(browser.visitor, browser.run_name, file, read_settings(*manner), NAME):
             assert isinstance(news, StateSizes), "nothing is written"
             note = message_box(f"The student remembers {news.tokens:,} tokens. Now ask about them.")
@@ -328,22 +350,26 @@ def take_text(path: str | None) -> str:
     """Return the text of a file that a visitor has sent, and delete the file."""
     from linearizer.teacher.text import decode_document
 
+    take_file(path, file := chats.fresh_file())
     try:
-        return decode_document("the file", Path(path or os.devnull).read_bytes())
+        return decode_document("the file", file.read_bytes())
+    finally:
+        file.unlink()
+
+
+def take_file(path: str | None, target: Path) -> None:
+    """Move a file that a visitor has sent; it may be gone, as two visitors who send the same file share one path."""
+    try:
+        shutil.move(path or "", target)
     except OSError as error:
         raise RequestError(f"the file did not arrive ({error.strerror}): send it again") from error
-    finally:
-        if path:
-            Path(path).unlink(missing_ok=True)
 
 
 @handler
 def stop(browser: Browser, prompt: str, drafted: tuple[bytes, ...]) -> list[Any]:
     """Stop what is being read or written; messages that wait return to the field."""
     left = [Message(prompt or "", pictures=tuple(drafted or ())), *chats.stop(key := key_of(browser))]
-    text = "\n".join(message.text for message in left if message.text)
-    pictures = draft([picture for message in left for picture in message.pictures])
-    return update(**show(key), **pictures, prompt=text, chat_note=message_box("Stopped."))
+    return update(**show(key), **give_back(left), chat_note=message_box("Stopped."))
 
 
 @handler
