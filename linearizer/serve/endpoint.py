@@ -24,11 +24,12 @@ from transformers.cache_utils import Cache
 
 from linearizer.errors import LinearizerError, RequestError, first_line
 from linearizer.serve.bodies import Body, ChatBody, CompletionBody, Processor, Refusal, read_body, read_text_body
-from linearizer.serve.cache_rows import take_shift, tensors_of
+from linearizer.serve.cache_rows import take_shift
 from linearizer.serve.engine import Engine
 from linearizer.serve.guards import REFUSAL, Guard, has_key, is_local
 from linearizer.serve.row import Row, TextDelta
-from linearizer.serve.state_files import load_state
+from linearizer.serve.saved_state import read_file, restore_state
+from linearizer.serve.state_files import reading
 from linearizer.serve.state_routes import add_state_routes
 from linearizer.serve.states import Beginning, States, begin_at
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
@@ -72,15 +73,21 @@ class Served:
         return States.of(self.states, key, self.engine.kept.max_bytes, self.model)
 
     def load(self, path: Path) -> Cache:
-        """Load a state in the engine's thread."""
-        model = self.model
-        assert isinstance(model, LinearizedForCausalLM)
-        try:
-            cache = self.engine.call(lambda: load_state(model, path)).result()
-        except CancelledError as error:
-            raise Refusal(503, STOPPED) from error
-        if len(tensors_of(cache)[0]) != 1:
-            raise RequestError("the state is of several texts at once: send the state of one")
+        """Load a state; the engine's thread has no part in it but the model's."""
+        with reading(path):
+            read = read_file(path)
+            tokens, texts = read.sizes[-1]
+            if texts != 1:
+                raise RequestError("the state is of several texts at once: send the state of one")
+            if tokens > self.positions:
+                raise RequestError(
+                    f"the state has read {tokens} tokens, more than the {self.positions} of the model: send the state "
+                    "of a shorter text"
+                )
+            try:
+                cache: Cache = self.engine.call(lambda: restore_state(self.model, read)).result()
+            except CancelledError as error:
+                raise Refusal(503, STOPPED) from error
         return cache
 
 

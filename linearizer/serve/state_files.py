@@ -91,8 +91,15 @@ def no_state(path: Path) -> FolderError:
 
 def load_state(student: LinearizedForCausalLM, path: Path) -> LinearizedCache:
     """Load the state in a file."""
-    try:
+    with reading(path):
         return read_state(student, path)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn the errors of a file that is no state of this model into sentences."""
+    try:
+        yield
     except FileNotFoundError as error:
         raise no_state(path) from error
     except OSError as error:

@@ -8,10 +8,11 @@ from dataclasses import replace
 import httpx
 import pytest
 import torch
-from safetensors.torch import load
+from safetensors import safe_open
+from safetensors.torch import load, save
 
 from linearizer.serve.engine import Engine
-from linearizer.serve.saved_state import as_bytes, write_state
+from linearizer.serve.saved_state import WITH_TURNS, as_bytes, checksum, write_state
 from linearizer.teacher.chat_template import next_turn_tokens, turn_tokens
 from tests.support.models import student_of
 from tests.support.serving import chat, complete, listening
@@ -53,6 +54,15 @@ def bits(client, name):
 def bits_of(content):
     """Return the tensors of a state: the order of its description in the file may differ."""
     return {name: as_bytes(tensor) for name, tensor in load(content).items()}
+
+
+def forge(content, folder, tensors=None, **facts):
+    """Change what the file of a state says, with a checksum that fits."""
+    (folder / "forged").write_bytes(content)
+    with safe_open(folder / "forged", "pt") as file:
+        said = {name: text for name, text in {**file.metadata(), **facts}.items() if text and name != "checksum"}
+    stored = load(content) if tensors is None else tensors
+    return save(stored, {**said, "checksum": checksum(stored, said)})
 
 
 def tokens_of(client, name):
@@ -152,6 +162,17 @@ def test_what_is_no_state_of_this_model_is_refused_and_changes_nothing(served, c
         ((tmp_path / "foreign").read_bytes(), "another model"),
         (content[:-1], "damaged"),
         (b"", "damaged"),
+        (forge(content, tmp_path, tokens=str(10**18)), "more than the 512"),
+        (forge(content, tmp_path, tokens=None), "damaged"),
+        (forge(content, tmp_path, tokens="0"), "damaged"),
+        (forge(content, tmp_path, texts="2"), "of several texts"),
+        (forge(content, tmp_path, format=WITH_TURNS, turns="[[0, 0]]" * 2), "damaged"),
+        (forge(content, tmp_path, format=WITH_TURNS, turns="5"), "damaged"),
+        (forge(content, tmp_path, format=WITH_TURNS, turns=f"[{'[0, 0],' * 8}[0, 0]]"), "damaged"),
+        (forge(content, tmp_path, {"weights": load(content)["weights"]}), "damaged"),
+        (forge(content, tmp_path, {**load(content), "x": torch.zeros(1)}), "damaged"),
+        (forge(content, tmp_path, {name: x.sum() for name, x in load(content).items()}), "another model"),
+        (forge(content, tmp_path, {n: x if n == "weights" else x.sum() for n, x in load(content).items()}), "damaged"),
     ]:
         for name in (state, "0" * 32):
             answer = client.put(f"states/{name}", content=sent, headers=FILE)
