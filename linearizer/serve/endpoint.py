@@ -69,8 +69,7 @@ class Served:
         """Return the states of a request's key."""
         if self.states is None or not isinstance(self.model, LinearizedForCausalLM):
             raise Refusal(404, "no states are kept here for clients: serve a student, with --states FOLDER")
-        key = request.headers["authorization"] if request.app.state.asks_for_keys else ""
-        return States.of(self.states, key, self.engine.kept.max_bytes, self.model)
+        return States.of(self.states, owner_of(request), self.engine.kept.max_bytes, self.model)
 
     def load(self, path: Path) -> Cache:
         """Load a state; the engine's thread has no part in it but the model's."""
@@ -193,6 +192,11 @@ def make_endpoint(served: Served, local: bool = True, keys: Sequence[str] = ()) 
     return app
 
 
+def owner_of(request: Request) -> str:
+    """Return the key of a request's client, if the server asks for keys."""
+    return request.headers["authorization"] if request.app.state.asks_for_keys else ""
+
+
 def response_of(refusal: Refusal) -> JSONResponse:
     return JSONResponse(refusal.content, refusal.status, refusal.headers)
 
@@ -209,7 +213,7 @@ async def answer(served: Served, kind: type[Body], request: Request) -> Any:
     if body.state is not None:
         start = await run_in_threadpool(begin_at, served.states_of(request), body.state, body.keep, served.load)
     try:
-        work = await begin(served, body, deadline, start)
+        work = await begin(served, body, deadline, owner_of(request), start)
     except BaseException:
         if start is not None:
             start.let_go()
@@ -226,7 +230,7 @@ async def read_into_state(served: Served, request: Request) -> Cache:
     deadline = asyncio.get_running_loop().time() + served.max_seconds
     if not served.engine.has_room(1):
         raise no_room(served)
-    work = await begin(served, await read_text_body(request, served.positions), deadline)
+    work = await begin(served, await read_text_body(request, served.positions), deadline, owner_of(request))
     await finish(served, work, request)
     return await work.wait_for_state()
 
@@ -264,7 +268,7 @@ def refuse_other_model(served: Served, name: str) -> None:
         raise Refusal(404, f"there is no model {name!r} here: ask for {served.name!r}", "model", "model_not_found")
 
 
-async def begin(served: Served, body: Body, deadline: float, start: Beginning | None = None) -> Work:
+async def begin(served: Served, body: Body, deadline: float, owner: str = "", start: Beginning | None = None) -> Work:
     """Check a request, and queue its texts; it ends at the deadline."""
     loop, received = asyncio.get_running_loop(), asyncio.Queue[tuple[int, TextDelta]]()
 
@@ -288,6 +292,8 @@ async def begin(served: Served, body: Body, deadline: float, start: Beginning | 
     if start is not None and len(prompts) > 1:
         raise Refusal(400, f"a state is continued by one prompt, and here are {len(prompts)}: fork it", "prompt")
     rows = [make_row(served, body, prompt, index, sender(index), start) for index, prompt in enumerate(prompts)]
+    for row in rows:
+        row.owner = owner
     work = Work(body, rows, received, deadline, start)
     if not served.engine.submit(*rows):
         raise no_room(served)

@@ -198,7 +198,7 @@ class Engine:
                 continue
             view = view_row(self.cache, index, row.read)
             if self.kept.max_bytes:
-                self.kept.keep(row.tokens[: row.read], view, row.shift)
+                self.kept.keep(row.tokens[: row.read], view, row.shift, row.owner)
             if row.done:
                 self.hand_over(row, view)
         self.rows = [self.rows[index] for index in staying]

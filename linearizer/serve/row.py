@@ -67,6 +67,7 @@ class Row:
     shown: Prompt | None = None  # what follows that state, if with pictures: numbers below 0 stand for all up to these
     after: Sequence[int] = ()  # tokens that the state reads after the text
     state: Future[Cache] | None = None  # receives the state after the text, if there is one
+    owner: str = ""  # the key of its client: kept states of others are not used
     shift: int = 0  # from the number of tokens to positions, after pictures of models that number these in another way
 
     cache: Cache | None = None  # until it joins the batch

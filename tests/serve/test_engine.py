@@ -77,11 +77,12 @@ def test_prompts_of_any_length_are_read_at_once_as_alone(family, exact, monkeypa
     )
     texts = [tokens(1, size, size)[0].tolist() for size in (30, 3, 45, 2, 17, 70)]
     rows = [row_of(text, 6) for text in texts]
-    same, longer = row_of(texts[0], 6), row_of([*texts[0], *texts[1]], 6)
-    work(engine, {0: [*rows[:4], same, longer], 2: rows[4:]})
-    for row in (*rows, same, longer):
+    same, longer, of_other = row_of(texts[0], 6), row_of([*texts[0], *texts[1]], 6), row_of(texts[0], 6)
+    of_other.owner = "another key"
+    work(engine, {0: [*rows[:4], same, longer, of_other], 2: rows[4:]})
+    for row in (*rows, same, longer, of_other):
         assert row.tokens == alone(model, row.prompt, 6)
-    assert max(read) >= 4 and (same.reused, longer.reused) == (29, 29)
+    assert max(read) >= 4 and (same.reused, longer.reused, of_other.reused) == (29, 29, 0)
 
 
 def test_a_gpu_reads_more_of_a_prompt_at_once_the_more_it_has_read(monkeypatch):

@@ -182,13 +182,22 @@ def test_what_is_no_state_of_this_model_is_refused_and_changes_nothing(served, c
     assert [each["id"] for each in client.get("states").json()["data"]] == [state]
 
 
+def reused(client, prompt):
+    """Count the tokens of a prompt that are not read again."""
+    used = complete(client, prompt=prompt, max_tokens=1).json()["usage"]
+    return used["prompt_tokens_details"]["cached_tokens"]
+
+
 def test_one_key_does_not_see_the_states_of_another(served, tmp_path):
     with server(served, tmp_path / "states", keys=["ann-key", "bob-key"]) as client:
         ann, bob = ({"Authorization": f"Bearer {name}-key"} for name in ("ann", "bob"))
         client.headers = httpx.Headers(ann)
+        prompt = "Nobody else has sent this text"
+        assert [reused(client, prompt) > 0 for _ in range(2)] == [False, True]
         state = read(client)
         assert client.get(f"states/{state}").status_code == 200
         client.headers = httpx.Headers(bob)
+        assert reused(client, prompt) == 0
         assert client.get("states").json()["data"] == []
         for answer in (
             client.get(f"states/{state}"),
