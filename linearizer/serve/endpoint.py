@@ -6,11 +6,10 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -19,75 +18,22 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from linearizer.errors import LinearizerError, RequestError, first_line
-from linearizer.serve.bodies import Body, ChatBody, CompletionBody, Processor, Refusal, read_body, read_text_body
+from linearizer.serve.bodies import Body, ChatBody, CompletionBody, Refusal, read_body, read_text_body
 from linearizer.serve.cache_rows import take_shift
-from linearizer.serve.engine import Engine
 from linearizer.serve.guards import REFUSAL, Guard, has_key, is_local
 from linearizer.serve.row import Row, TextDelta
-from linearizer.serve.saved_state import read_file, restore_state
-from linearizer.serve.state_files import reading
+from linearizer.serve.served import STOPPED, Served, no_room, owner_of, refuse_other_model
 from linearizer.serve.state_routes import add_state_routes
-from linearizer.serve.states import Beginning, States, begin_at
-from linearizer.student.modeling_linearized import LinearizedForCausalLM
+from linearizer.serve.states import Beginning, begin_at
 from linearizer.teacher.logits import vocabulary
 from linearizer.teacher.picture_prompts import Prompt
 from linearizer.teacher.token_loop import ends_of
 
-STOPPED = "the server was stopped before the answer was complete: ask again when it is back"
 LATE_SECONDS = 10  # after a request's deadline, for the client to read the error
-RETRY_SECONDS = 5  # after which a refused client may try again
 WRONG_KEY = "this server needs its key, and the request has none or another: send it as the API key"
-
-
-@dataclass(frozen=True)
-class Served:
-    """A model behind the endpoint."""
-
-    name: str
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    positions: int  # tokens of the longest text
-    engine: Engine
-    max_seconds: float  # of a request
-    states: Path | None = None  # the folder of the states that clients own; None: there are none
-    state_bytes: int = 0  # of the longest text in layers with a student, or in the teacher's same layers
-    recurrent_bytes: int = 0  # of any text in recurrent layers
-    processor: Processor | None = None
-    since: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def card(self) -> dict[str, Any]:
-        about = {"object": "model", "created": self.since, "owned_by": "linearizer"}
-        sizes = {"state_bytes": self.state_bytes, "recurrent_bytes": self.recurrent_bytes}
-        return {"id": self.name, **about, "max_model_len": self.positions, **sizes}
-
-    def states_of(self, request: Request) -> States:
-        """Return the states of a request's key."""
-        if self.states is None or not isinstance(self.model, LinearizedForCausalLM):
-            raise Refusal(404, "no states are kept here for clients: serve a student, with --states FOLDER")
-        return States.of(self.states, owner_of(request), self.engine.kept.max_bytes, self.model)
-
-    def load(self, path: Path) -> Cache:
-        """Load a state; the engine's thread has no part in it but the model's."""
-        with reading(path):
-            read = read_file(path)
-            tokens, texts = read.sizes[-1]
-            if texts != 1:
-                raise RequestError("the state is of several texts at once: send the state of one")
-            if tokens > self.positions:
-                raise RequestError(
-                    f"the state has read {tokens} tokens, more than the {self.positions} of the model: send the state "
-                    "of a shorter text"
-                )
-            try:
-                cache: Cache = self.engine.call(lambda: restore_state(self.model, read)).result()
-            except CancelledError as error:
-                raise Refusal(503, STOPPED) from error
-        return cache
 
 
 @dataclass
@@ -192,11 +138,6 @@ def make_endpoint(served: Served, local: bool = True, keys: Sequence[str] = ()) 
     return app
 
 
-def owner_of(request: Request) -> str:
-    """Return the key of a request's client, if the server asks for keys."""
-    return request.headers["authorization"] if request.app.state.asks_for_keys else ""
-
-
 def response_of(refusal: Refusal) -> JSONResponse:
     return JSONResponse(refusal.content, refusal.status, refusal.headers)
 
@@ -253,19 +194,6 @@ async def finish(served: Served, work: Work, request: Request) -> dict[int, Text
     finally:
         leaving.cancel()
         end(served, work)
-
-
-def no_room(served: Served) -> Refusal:
-    """Return the refusal of a request that finds no room."""
-    if served.engine.closed:
-        return Refusal(503, STOPPED)
-    wait = {"Retry-After": str(RETRY_SECONDS)}
-    return Refusal(429, "too many requests wait already: try again later", code="too_many_requests", headers=wait)
-
-
-def refuse_other_model(served: Served, name: str) -> None:
-    if name != served.name:
-        raise Refusal(404, f"there is no model {name!r} here: ask for {served.name!r}", "model", "model_not_found")
 
 
 async def begin(served: Served, body: Body, deadline: float, owner: str = "", start: Beginning | None = None) -> Work:

@@ -85,8 +85,9 @@ def serve(
         import uvicorn
 
         from linearizer.method import checkpoint
-        from linearizer.serve.endpoint import Served, make_endpoint
+        from linearizer.serve.endpoint import make_endpoint
         from linearizer.serve.engine import Engine
+        from linearizer.serve.served import Served
         from linearizer.teacher.load import load_teacher_of
         from linearizer.teacher.ram import bound_shape_caches, short_collections
 
