@@ -20,12 +20,13 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 from transformers.cache_utils import Cache
 
-from linearizer.errors import LinearizerError, RequestError, first_line
+from linearizer.errors import FolderError, LinearizerError, RequestError, first_line
 from linearizer.serve.bodies import Body, ChatBody, CompletionBody, Refusal, read_body, read_text_body
 from linearizer.serve.cache_rows import take_shift
 from linearizer.serve.guards import REFUSAL, Guard, has_key, is_local
 from linearizer.serve.row import Row, TextDelta
 from linearizer.serve.served import STOPPED, Served, no_room, owner_of, refuse_other_model
+from linearizer.serve.state_files import BusyState, NoState
 from linearizer.serve.state_routes import add_state_routes
 from linearizer.serve.states import Beginning, begin_at
 from linearizer.teacher.logits import vocabulary
@@ -103,6 +104,21 @@ def make_endpoint(served: Served, local: bool = True, keys: Sequence[str] = ()) 
     @app.exception_handler(LinearizerError)
     async def answer_error(request: Request, error: LinearizerError) -> JSONResponse:
         return response_of(Refusal(400 if isinstance(error, RequestError) else 500, str(error)))
+
+    @app.exception_handler(FileNotFoundError)
+    @app.exception_handler(NoState)
+    async def answer_no_state(request: Request, error: Exception) -> JSONResponse:
+        why = "there is no such state here any more: see GET /v1/states"
+        return response_of(Refusal(404, why, "state", "state_not_found"))
+
+    @app.exception_handler(BusyState)
+    async def answer_busy_state(request: Request, error: BusyState) -> JSONResponse:
+        wait = {"Retry-After": "1"}
+        return response_of(Refusal(409, "another request writes the state: try again", "state", headers=wait))
+
+    @app.exception_handler(FolderError)
+    async def answer_folder(request: Request, error: FolderError) -> JSONResponse:
+        return response_of(Refusal(500, str(error).replace(f"{served.states}/", "")))  # no path of this machine
 
     @app.exception_handler(HTTPException)
     async def answer_http(request: Request, error: HTTPException) -> JSONResponse:

@@ -1,5 +1,6 @@
 """A state is a file that a client owns: made, listed, moved, forked, continued and deleted over HTTP."""
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -233,8 +234,52 @@ def test_states_have_a_quota(served, tmp_path):
             assert answer.status_code == 413 and "--max-state-bytes" in answer.json()["error"]["message"]
         assert few.put(f"states/{state}", content=content, headers=FILE).status_code == 200  # it takes its own place
         assert few.delete(f"states/{other}").json()["deleted"]
+        parts = tmp_path / "few" / "everyone" / "x.received", tmp_path / "few" / "everyone" / "new-x.unfinished"
+        parts[0].write_bytes(content)
+        parts[1].mkdir()
+        assert few.post(f"states/{state}/fork").status_code == 413  # another request sends a state
+        for part in parts:
+            os.utime(part, (0, 0))  # a killed server left them
         assert few.post(f"states/{state}/fork").status_code == 200
     assert len([*(tmp_path / "few" / "everyone").iterdir()]) == 2
+
+
+def test_a_state_that_is_deleted_meanwhile_is_not_there(client):
+    content, over = client.get(f"states/{read(client)}").content, threading.Event()
+
+    def come_and_go():
+        for _ in range(20):
+            assert client.put(f"states/{'0' * 32}", content=content, headers=FILE).status_code == 200
+            assert client.delete(f"states/{'0' * 32}").status_code in (200, 409)
+        over.set()
+
+    def ask():
+        answers = []
+        while not over.is_set():
+            answers += [client.get("states"), client.post(f"states/{'0' * 32}/fork")]
+            answers += [client.get(f"states/{'0' * 32}"), complete(client, state="0" * 32, max_tokens=1)]
+        return answers
+
+    with ThreadPoolExecutor(2) as pool:
+        coming, asked = pool.submit(come_and_go), pool.submit(ask)
+        coming.add_done_callback(lambda _: over.set())
+        assert {answer.status_code for answer in asked.result()} <= {200, 404}
+        coming.result()
+
+
+def test_the_list_of_states_has_no_files_that_are_not_complete(client, tmp_path):
+    state = read(client)
+    folder = tmp_path / "states" / "everyone"
+    for name in (f"{'0' * 32}.received", "new-0"):
+        (folder / name).write_bytes((folder / state).read_bytes())
+    assert [each["id"] for each in client.get("states").json()["data"]] == [state]
+
+
+def test_a_folder_that_is_not_to_be_written_is_no_other_request(client, tmp_path):
+    content = client.get(f"states/{read(client)}").content
+    (tmp_path / "states" / "everyone" / ("0" * 32)).mkdir()
+    answer = client.put(f"states/{'0' * 32}", content=content, headers=FILE)
+    assert answer.status_code == 500 and "is a folder" in answer.text and str(tmp_path) not in answer.text
 
 
 def test_of_many_writers_of_a_state_none_loses_a_turn(client):
