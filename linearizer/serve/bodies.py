@@ -128,8 +128,10 @@ class Body(BaseModel, ABC):
         if not isinstance(values, dict):
             return values
         for name, neutral in NEUTRAL.items():
-            if (value := values.get(name)) is not None and value not in neutral:
-                raise ValueError(f"{name} = {str(value)[:40]} is not served here: leave it out")
+            value = values.get(name)
+            same = [each for each in neutral if each == value and isinstance(each, bool) == isinstance(value, bool)]
+            if value is not None and not same:  # true is no 1, and false no 0
+                raise Refusal(400, f"{name} = {str(value)[:40]} is not served here: leave it out", name)
         left_out = IGNORED | NEUTRAL.keys()
         return {name: value for name, value in values.items() if value is not None and name not in left_out}
 

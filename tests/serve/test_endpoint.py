@@ -130,6 +130,8 @@ REFUSED = {
     "many tokens": (dict(prompt=[1] * 600), 400, "600 tokens are more than the 512"),
     "many": (dict(prompt=["a"] * 100), 400, "100 prompts"),
     "several": (dict(n=2), 400, "n = 2 is not served"),
+    "true": (dict(n=True), 400, "n = True is not served"),
+    "a logprob": (dict(logprobs=0), 400, "logprobs = 0 is not served"),
     "misspelt": (dict(temprature=1), 400, "temprature"),
     "no stop": (dict(stop=[""]), 400, "stop"),
 }
