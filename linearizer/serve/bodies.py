@@ -97,7 +97,10 @@ Stops = Annotated[
 
 
 class StreamOptions(BaseModel):
-    include_usage: bool = False
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # padding of events, which are not padded here
 
 
 class Body(BaseModel, ABC):

@@ -164,8 +164,6 @@ async def answer(served: Served, kind: type[Body], request: Request) -> Any:
     if not served.engine.has_room(1):  # before a body is received in vain
         raise no_room(served)
     body = await read_body(request, kind, served.positions, kind is ChatBody and served.processor is not None)
-    if body.model is not None:
-        refuse_other_model(served, body.model)
     start = None
     if body.state is not None:
         start = await run_in_threadpool(begin_at, served.states_of(request), body.state, body.keep, served.load)
@@ -214,6 +212,8 @@ async def finish(served: Served, work: Work, request: Request) -> dict[int, Text
 
 async def begin(served: Served, body: Body, deadline: float, owner: str = "", start: Beginning | None = None) -> Work:
     """Check a request, and queue its texts; it ends at the deadline."""
+    if body.model is not None:
+        refuse_other_model(served, body.model)
     loop, received = asyncio.get_running_loop(), asyncio.Queue[tuple[int, TextDelta]]()
 
     def sender(index: int) -> Callable[[TextDelta], None]:

@@ -53,7 +53,13 @@ def test_what_the_page_says_to_ask_is_answered(served):
 
 
 def test_a_stream_adds_up_to_the_answer(served):
-    events = streamed(served, "completions", prompt="Once upon", max_tokens=12, stream_options={"include_usage": True})
+    events = streamed(
+        served,
+        "completions",
+        prompt="Once upon",
+        max_tokens=12,
+        stream_options={"include_usage": True, "include_obfuscation": None},
+    )
     assert "".join(e["choices"][0]["text"] for e in events[:-1]) == expected(served, "Once upon", 12)
     assert [e["choices"][0]["finish_reason"] for e in events[:-1]][-1] == "length"
     assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == 12
@@ -131,6 +137,7 @@ REFUSED = {
     "many": (dict(prompt=["a"] * 100), 400, "100 prompts"),
     "several": (dict(n=2), 400, "n = 2 is not served"),
     "true": (dict(n=True), 400, "n = True is not served"),
+    "misspelt option": (dict(stream_options={"include_usag": True}), 400, "include_usag"),
     "a logprob": (dict(logprobs=0), 400, "logprobs = 0 is not served"),
     "misspelt": (dict(temprature=1), 400, "temprature"),
     "no stop": (dict(stop=[""]), 400, "stop"),

@@ -122,6 +122,7 @@ def test_a_file_is_read_into_a_state(client):
     assert client.post("states", content=b"\xff\xfe\x00", headers=FILE).status_code == 400
     assert client.post("states", content=TEXT, headers={"Content-Type": "text/plain"}).status_code == 400
     assert client.post("states", json={"text": TEXT, "temperature": 1}).status_code == 400
+    assert client.post("states", json={"text": TEXT, "model": "other"}).json()["error"]["code"] == "model_not_found"
     assert client.post("states", json={"text": "word " * 3000}).json()["error"]["code"] == "context_length_exceeded"
 
 
