@@ -41,6 +41,7 @@ BYTES_OF_TOKEN = 32  # of a body for each position: a token as a number, or as t
 OTHER_BYTES = 2**20  # of a body, in addition to one text of the greatest length
 OF_A_CHOICE = ("value_error", "union_tag_invalid")  # errors of pydantic that say more than those of other types tried
 PICTURE_BYTES = 2**25  # of a body, in addition, where the model reads pictures
+PDF_BYTES = 2**25  # of a PDF, in addition: its pictures and fonts
 DRAINED_BYTES = 2**28  # read from a body that is too large: a client that is still sending hears no refusal
 BODY_SECONDS = 60  # in which a body must arrive
 MAX_PROMPTS, MAX_STOPS = 64, 16  # of one request
@@ -284,7 +285,8 @@ class ChatBody(Body):
 
 Read = TypeVar("Read", bound=Body)
 Received = TypeVar("Received")
-FILES = ("application/octet-stream", "application/pdf")  # pages of other sites may not send these unasked
+PDF = "application/pdf"
+FILES = ("application/octet-stream", PDF)  # pages of other sites may not send these unasked
 
 
 async def read_body(request: Request, kind: type[Read], positions: int, pictures: bool = False) -> Read:
@@ -293,15 +295,18 @@ async def read_body(request: Request, kind: type[Read], positions: int, pictures
     if media != "application/json" and not media.endswith("+json"):  # pages of other sites may send other types unasked
         raise Refusal(400, f"the content type of the body is {media!r}: send JSON, as application/json")
     most = OTHER_BYTES + BYTES_OF_TOKEN * positions + PICTURE_BYTES * pictures
-    content = await receive_in_time(receive_bytes(request, most))
+    advice = "shorten the prompt, or send several prompts in separate requests"
+    content = await receive_in_time(receive_bytes(request, most, advice))
     return await run_in_threadpool(parse_body, content, kind, positions)
 
 
 async def read_text_body(request: Request, positions: int) -> TextBody:
     """Read a text to read into a state: JSON, or the bytes of a text file or PDF."""
-    if media_of(request) not in FILES:
+    if (media := media_of(request)) not in FILES:
         return await read_body(request, TextBody, positions)
-    content = await receive_in_time(receive_bytes(request, OTHER_BYTES + BYTES_OF_TOKEN * positions))
+    most = OTHER_BYTES + BYTES_OF_TOKEN * positions + PDF_BYTES * (media == PDF)
+    advice = f"send a shorter text, a PDF as {PDF}, or only the text of a large PDF"
+    content = await receive_in_time(receive_bytes(request, most, advice))
     try:
         text = await run_in_threadpool(decode_document, "the body", content)
         return TextBody.model_validate({"text": text, "raw": request.query_params.get("raw") == "true"})
@@ -323,8 +328,8 @@ async def receive_in_time(receiving: Coroutine[Any, Any, Received], seconds: flo
         raise Refusal(408, f"the body did not arrive within {seconds:g} seconds: send it again") from error
 
 
-async def receive_bytes(request: Request, max_bytes: int) -> bytes:
-    """Receive a body; keep nothing of one that is too large."""
+async def receive_bytes(request: Request, max_bytes: int, advice: str) -> bytes:
+    """Receive a body; keep nothing of one that is too large, and refuse it with advice."""
     content, received = bytearray(), 0
     async for chunk in request.stream():
         received += len(chunk)
@@ -335,11 +340,7 @@ async def receive_bytes(request: Request, max_bytes: int) -> bytes:
         else:
             content.clear()
     if received > max_bytes:
-        raise Refusal(
-            413,
-            f"the body has more than the {max_bytes} bytes that a request may have here: shorten the prompt, or send "
-            "several prompts in separate requests",
-        )
+        raise Refusal(413, f"the body has more than the {max_bytes} bytes that it may have here: {advice}")
     return bytes(content)
 
 

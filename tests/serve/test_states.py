@@ -121,6 +121,10 @@ def test_a_file_is_read_into_a_state(client):
     assert bits(client, answer.json()["id"]) == bits(client, read(client, raw=True))
     assert client.post("states", content=b"\xff\xfe\x00", headers=FILE).status_code == 400
     assert client.post("states", content=TEXT, headers={"Content-Type": "text/plain"}).status_code == 400
+    large = client.post("states", content=b"a" * 2**21, headers=FILE)
+    assert large.status_code == 413 and "application/pdf" in large.text and "prompt" not in large.text
+    scan = client.post("states", content=b"%PDF-" + b"0" * 2**21, headers={"Content-Type": "application/pdf"})
+    assert scan.status_code == 400 and "PDF" in scan.text
     assert client.post("states", json={"text": TEXT, "temperature": 1}).status_code == 400
     assert client.post("states", json={"text": TEXT, "model": "other"}).json()["error"]["code"] == "model_not_found"
     assert client.post("states", json={"text": "word " * 3000}).json()["error"]["code"] == "context_length_exceeded"
