@@ -40,6 +40,11 @@ from linearizer.teacher.text import decode_document
 BYTES_OF_TOKEN = 32  # of a body for each position: a token as a number, or as text in escapes
 OTHER_BYTES = 2**20  # of a body, in addition to one text of the greatest length
 OF_A_CHOICE = ("value_error", "union_tag_invalid")  # errors of pydantic that say more than those of other types tried
+WORDS = {  # for errors of pydantic
+    "extra_forbidden": "there is no such field here: correct its name, or leave it out",
+    "model_type": "it should be an object",
+    "model_attributes_type": "it should be an object",
+}
 PICTURE_BYTES = 2**25  # of a body, in addition, where the model reads pictures
 PDF_BYTES = 2**25  # of a PDF, in addition: its pictures and fonts
 DRAINED_BYTES = 2**28  # read from a body that is too large: a client that is still sending hears no refusal
@@ -345,16 +350,16 @@ async def receive_bytes(request: Request, max_bytes: int, advice: str) -> bytes:
 
 
 def parse_body(content: bytes, kind: type[Read], positions: int) -> Read:
-    """Parse a body; a refusal names the first wrong field."""
+    """Parse a body; a refusal names a wrong field, as deep in the body as it lies."""
     try:
         return kind.model_validate_json(content, context={"positions": positions})
     except ValidationError as error:
         faults = error.errors(include_url=False)
-        fault = next((each for each in faults if each["type"] in OF_A_CHOICE), faults[0])
-    if fault["type"] in ("json_invalid", "model_type"):
+        fault = max(faults, key=lambda each: (each["type"] in OF_A_CHOICE, len(each["loc"])))
+    if not fault["loc"] and fault["type"] in ("json_invalid", "model_type"):
         reason = fault.get("ctx", {}).get("error", "it is not an object")
         raise Refusal(400, f"the body is not a JSON object ({reason}): correct it")
     names = [str(part) for part in fault["loc"]]  # of the body, and of the types that pydantic tried
     place = names[:1] + [name for name in names[1:] if name != "str" and "[" not in name]
-    reason = fault["msg"].removeprefix("Value error, ")
+    reason = WORDS.get(fault["type"], fault["msg"].removeprefix("Value error, "))
     raise Refusal(400, f"{'.'.join(place)}: {reason}" if place else reason, place[0] if place else None)

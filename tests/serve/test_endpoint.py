@@ -139,7 +139,7 @@ REFUSED = {
     "true": (dict(n=True), 400, "n = True is not served"),
     "misspelt option": (dict(stream_options={"include_usag": True}), 400, "include_usag"),
     "a logprob": (dict(logprobs=0), 400, "logprobs = 0 is not served"),
-    "misspelt": (dict(temprature=1), 400, "temprature"),
+    "misspelt": (dict(temprature=1), 400, "temprature: there is no such field here"),
     "no stop": (dict(stop=[""]), 400, "stop"),
 }
 
@@ -157,12 +157,19 @@ def test_what_is_no_request_is_said_too(served):
     headers = {"content-type": "application/json"}
     for path, content, status, param, match in [
         ("completions", b'{"model": "tiny", "prompt": "a", "temperature": NaN}', 400, "temperature", "temperature: "),
-        ("completions", b'{"model": "tiny", "prompt": [1, "a"]}', 400, "prompt", "prompt: Input"),
+        ("completions", b'{"model": "tiny", "prompt": [1, "a"]}', 400, "prompt", "prompt.1: "),
+        ("completions", b'{"model": "tiny", "prompt": [1.0]}', 400, "prompt", "prompt.0: Input should be a valid int"),
+        ("completions", b'{"model": "tiny", "prompt": "a", "stream_options": []}', 400, "stream_options",
+         "stream_options: it should be an object"),
+        ("completions", b'{"model": "tiny", "prompt": "a", "n": 2}', 400, "n", "n = 2 is not served"),
         ("completions", b'{"model": "tiny", "prompt": "a", "stream": "yes, please"}', 400, "stream", "stream: "),
         ("completions", b"{", 400, None, "the body is not a JSON object ("),
         ("completions", b"[]", 400, None, "the body is not a JSON object ("),
         ("chat/completions", b'{"model": "tiny", "messages": []}', 400, "messages", "messages: "),
         ("chat/completions", b'{"model": "tiny"}', 400, "messages", "messages: "),
+        ("chat/completions", b'{"model": "tiny", "messages": ["hi"]}', 400, "messages", "messages.0: it should be"),
+        ("chat/completions", b'{"model": "tiny", "messages": [{"role": "user", "content": [{"type": "image_url", '
+         b'"image_url": "data:"}]}]}', 400, "messages", "messages.0.content.0.image_url.image_url: it should be"),
         ("chat/completions", b'{"model": "tiny", "messages": [{"role": "king", "content": "a"}]}', 400, "messages",
          "messages.0.role: "),
         ("embeddings", b"{}", 404, None, "POST /v1/embeddings"),
