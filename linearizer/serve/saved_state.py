@@ -286,7 +286,7 @@ def refuse_other_model(path: str | os.PathLike, facts: dict[str, str], weights: 
         unlike = ["weights"]
     if unlike:
         wrote, reads = (
-            f"a student of {x.get('teacher')}" + (f" at {x['revision']}" if x.get("revision") else "")
+            f"a student of {x.get('teacher')!r}" + (f" at {x['revision']!r}" if x.get("revision") else "")
             for x in (facts, expected)
         )
         raise ValueError(
