@@ -59,6 +59,7 @@ def parser() -> Parser:
     run_commands.add_commands(add)
     runs.add_command(add)
     student_commands.add_commands(add)
-    for command in commands.choices.values():
-        command.add_argument("--json", action="store_true", help="print the product as JSON, and nothing else")
+    for name, command in commands.choices.items():
+        if name != "app":  # its product is a page
+            command.add_argument("--json", action="store_true", help="print the product as JSON, and nothing else")
     return root
