@@ -119,6 +119,8 @@ class Engine:
         except Exception as error:
             with self.wake:
                 self.closed = True
+                for _, future in self.calls:
+                    future.cancel()
             fail_rows([*self.waiting, *self.prompts.rows, *self.rows], error)
             raise
 
@@ -174,7 +176,7 @@ class Engine:
 
     def hand_over(self, row: Row, cache: Cache) -> None:
         """Hand over the state of a row that has ended, after what it has not read yet."""
-        if row.state is None:
+        if row.state is None or not row.state.set_running_or_notify_cancel():  # its client has gone
             return
         try:
             cache = copy_cache(cache, lambda x: x.clone())

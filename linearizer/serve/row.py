@@ -138,8 +138,10 @@ class Row:
 
 
 def fail_rows(rows: Sequence[Row], error: Exception) -> None:
-    """End rows whose computation failed; other requests are served after them."""
+    """End rows whose computation failed, and the wait for their states; other requests are served after them."""
     for row in rows:
+        if row.state is not None and not row.state.done() and row.state.set_running_or_notify_cancel():
+            row.state.set_exception(error)
         if not row.done:
             row.fail(f"writing failed ({first_line(error)}): try again, with fewer tokens or fewer requests at once")
 

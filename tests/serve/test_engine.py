@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 
 import pytest
@@ -301,3 +302,28 @@ def test_an_engine_that_cannot_go_on_ends_its_rows_and_takes_no_more(monkeypatch
         engine.thread.join(60)
         assert engine.closed and not engine.submit(row_of(row.prompt, 3))
     assert "ZeroDivisionError" in row.heard[-1].error
+
+
+def test_a_call_to_an_engine_that_cannot_go_on_is_cancelled(monkeypatch):
+    engine = Engine(student_of("llama"), ROOM)
+    monkeypatch.setattr(engine, "answer_calls", lambda: 1 / 0)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    with engine:
+        with pytest.raises(CancelledError):
+            engine.call(lambda: 1).result(60)
+
+
+def test_no_one_waits_for_a_state_in_vain_and_one_who_left_disturbs_nobody(monkeypatch):
+    student = student_of("llama")
+    engine, rows = Engine(student, ROOM), [row_of(tokens(1, 12, seed)[0].tolist(), 5 + seed) for seed in range(3)]
+    for row in rows[:2]:
+        row.state = Future()
+    rows[0].state.cancel()
+    work(engine, {0: rows})
+    assert rows[1].state.result(0).get_seq_length() == len(rows[1].tokens)
+    assert [row.tokens for row in rows] == [alone(student, row.prompt, row.new_tokens) for row in rows]
+    waiting = row_of(rows[0].prompt, 3)
+    waiting.state = Future()
+    monkeypatch.setattr(engines, "view_row", lambda *_: 1 / 0)
+    work(engine, {0: [waiting]})
+    assert isinstance(waiting.state.exception(0), ZeroDivisionError)
