@@ -166,7 +166,7 @@ class Engine:
         numbers = [[row.tokens[row.read], row.read, row.shift] for row in rows]
         logits = self.graphs.read(cache, *torch.tensor(numbers, device=self.model.device).T).float()
         finite = (logits < torch.inf).all(-1).tolist()  # false for what is not a number; a token may be impossible
-        tokens = choose_tokens(logits, [row.drawing for row in rows], [row.tokens[row.begun :] for row in rows])
+        tokens = choose_tokens(logits, [row.drawing for row in rows], [row.tokens for row in rows])
         for row, token, is_finite in zip(rows, tokens, finite, strict=True):
             row.read += 1
             if is_finite:
