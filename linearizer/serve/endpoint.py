@@ -33,6 +33,7 @@ from linearizer.teacher.logits import vocabulary
 from linearizer.teacher.picture_prompts import Prompt
 from linearizer.teacher.token_loop import ends_of
 
+QUIET_SECONDS = 15  # after which a stream sends a comment: proxies cut connections on which nothing is sent
 LATE_SECONDS = 10  # after a request's deadline, for the client to read the error
 WRONG_KEY = "this server needs its key, and the request has none or another: send it as the API key"
 
@@ -299,6 +300,7 @@ class Stream(StreamingResponse):
     def __init__(self, served: Served, work: Work) -> None:
         super().__init__(events_of(served, work), media_type="text/event-stream")
         self.leave, self.latest = partial(end, served, work), work.deadline + LATE_SECONDS
+        self.pulse = partial(add_pulses, work)
         self.late = (
             f"the request was read only after the {served.max_seconds:g} seconds that it may take: send it faster, or "
             "start the server with a larger --max-seconds"
@@ -311,6 +313,7 @@ class Stream(StreamingResponse):
             begun[:] = [message]
             await send(message)
 
+        pulse = asyncio.create_task(self.pulse())
         try:
             await asyncio.wait_for(super().__call__(scope, receive, begin), seconds)
         except asyncio.TimeoutError:  # the client does not read, or its request took all of the time
@@ -321,7 +324,15 @@ class Stream(StreamingResponse):
             with suppress(Exception):  # a client may have gone by now
                 await send({"type": "http.response.body", "body": final, "more_body": False})
         finally:
+            pulse.cancel()
             self.leave()
+
+
+async def add_pulses(work: Work) -> None:
+    """Add empty text to an answer from time to time."""
+    while True:
+        await asyncio.sleep(QUIET_SECONDS)
+        work.received.put_nowait((0, TextDelta()))
 
 
 async def events_of(served: Served, work: Work) -> AsyncIterator[str]:
@@ -333,7 +344,8 @@ async def events_of(served: Served, work: Work) -> AsyncIterator[str]:
         yield event({**common, "choices": [opening]})
     try:
         async for index, delta in work.deltas():
-            yield event({**common, "choices": [choice(work, index, delta)]})
+            is_pulse = delta == TextDelta()
+            yield ": wait\n\n" if is_pulse else event({**common, "choices": [choice(work, index, delta)]})
         await work.keep_state()
     except Refusal as error:
         yield event(error.content)

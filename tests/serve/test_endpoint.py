@@ -13,6 +13,7 @@ import torch
 
 from linearizer.page.cards import write_causal_ways
 from linearizer.run.folder import Run
+from linearizer.serve import endpoint
 from tests.support.runs import wait_until
 from tests.support.serving import chat, complete
 
@@ -68,6 +69,14 @@ def test_a_stream_adds_up_to_the_answer(served):
     assert events[0]["choices"][0]["delta"] == {"role": "assistant"}
     text = "".join(e["choices"][0]["delta"].get("content", "") for e in events)
     assert text == expected(served, "user: Once\nassistant: ", 5)
+
+
+def test_a_stream_that_waits_is_not_silent(served, monkeypatch):
+    monkeypatch.setattr(endpoint, "QUIET_SECONDS", 0.001)
+    lines = complete(served, max_tokens=30, stream=True).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert "".join(each["choices"][0]["text"] for each in events) == expected(served, "Once upon", 30)
+    assert any(line.startswith(":") for line in lines) and lines[-2] == "data: [DONE]"
 
 
 def test_a_conversation_goes_on_from_its_kept_state(served):
