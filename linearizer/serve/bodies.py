@@ -53,7 +53,7 @@ MAX_PROMPTS, MAX_STOPS = 64, 16  # of one request
 DEFAULT_COMPLETION = 16  # new tokens, as at OpenAI; a chat continues to its end
 # Options of other servers that are not served here, with the values that change nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logprobs": (False,), "top_logprobs": (0,),
+    "best_of": (1,), "echo": (False,), "suffix": ("",), "logprobs": (False,), "top_logprobs": (0,),
     "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "tools": ([],), "functions": ([],),
     "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},), "modalities": (["text"],),
@@ -117,6 +117,7 @@ class Body(BaseModel, ABC):
     PROMPT: ClassVar[str] = "prompt"  # the field that holds it
 
     model: str | None = None  # the served one
+    n: Integer = Field(1, ge=1, le=MAX_PROMPTS)  # answers to each prompt
     max_tokens: Integer | None = Field(None, ge=1)
     temperature: Number = Field(1.0, ge=0, le=2, allow_inf_nan=False)
     top_p: Number = Field(1.0, gt=0, le=1, allow_inf_nan=False)

@@ -21,7 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 from transformers.cache_utils import Cache
 
 from linearizer.errors import FolderError, LinearizerError, RequestError, first_line
-from linearizer.serve.bodies import Body, ChatBody, CompletionBody, Refusal, read_body, read_text_body
+from linearizer.serve.bodies import MAX_PROMPTS, Body, ChatBody, CompletionBody, Refusal, read_body, read_text_body
 from linearizer.serve.cache_rows import take_shift
 from linearizer.serve.guards import REFUSAL, Guard, has_key, is_local
 from linearizer.serve.row import Row, TextDelta
@@ -78,8 +78,9 @@ class Work:
 
     @property
     def usage(self) -> dict[str, Any]:
-        prompt, written = sum(len(row.prompt) for row in self.rows), sum(row.written for row in self.rows)
-        reused = sum(row.reused for row in self.rows)
+        begun = self.rows[:: self.body.n]  # each prompt counts once
+        prompt, written = sum(len(row.prompt) for row in begun), sum(row.written for row in self.rows)
+        reused = sum(row.reused for row in begun)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": written,
@@ -234,8 +235,11 @@ async def begin(served: Served, body: Body, deadline: float, owner: str = "", st
         prompts = await run_in_threadpool(body.prompts, served.tokenizer, served.processor)  # a long text takes seconds
     except RequestError as error:
         raise Refusal(400, str(error)) from error
-    if start is not None and len(prompts) > 1:
-        raise Refusal(400, f"a state is continued by one prompt, and here are {len(prompts)}: fork it", "prompt")
+    if start is not None and (count := len(prompts) * body.n) > 1:
+        raise Refusal(400, f"a state is continued by one text, and here are {count}: fork it", "prompt")
+    if (count := len(prompts) * body.n) > MAX_PROMPTS:
+        raise Refusal(400, f"{count} answers are more than the {MAX_PROMPTS} of one request: ask for fewer", "n")
+    prompts = [prompt for prompt in prompts for _ in range(body.n)]
     rows = [make_row(served, body, prompt, index, sender(index), start) for index, prompt in enumerate(prompts)]
     for row in rows:
         row.owner = owner

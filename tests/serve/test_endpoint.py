@@ -47,6 +47,18 @@ def test_it_writes_what_generate_writes(served):
     assert len(complete(served).json()["choices"][0]["text"]) > 0
 
 
+def test_it_writes_several_answers_to_each_prompt(served):
+    once = complete(served, prompt=["Once upon", "A"], max_tokens=6).json()
+    twice = complete(served, prompt=["Once upon", "A"], max_tokens=6, n=2).json()
+    texts = [[choice["text"] for choice in answer["choices"]] for answer in (once, twice)]
+    assert texts[1] == [text for text in texts[0] for _ in range(2)]
+    assert [choice["index"] for choice in twice["choices"]] == [0, 1, 2, 3]
+    used = [answer["usage"] for answer in (once, twice)]
+    assert used[0]["prompt_tokens"] == used[1]["prompt_tokens"] and used[1]["completion_tokens"] == 24
+    drawn = complete(served, max_tokens=12, n=3, temperature=1.5, seed=1).json()["choices"]
+    assert len({choice["text"] for choice in drawn}) == 3
+
+
 def test_what_the_page_says_to_ask_is_answered(served):
     body = shlex.split(write_causal_ways(Run(Path("run")))["Ask the server"])[-1]
     answer = served.post("completions", content=body, headers={"content-type": "application/json"})
@@ -144,8 +156,10 @@ REFUSED = {
     "long": (dict(prompt="word " * 3000), 400, "more than the 512"),
     "many tokens": (dict(prompt=[1] * 600), 400, "600 tokens are more than the 512"),
     "many": (dict(prompt=["a"] * 100), 400, "100 prompts"),
-    "several": (dict(n=2), 400, "n = 2 is not served"),
-    "true": (dict(n=True), 400, "n = True is not served"),
+    "several": (dict(best_of=2), 400, "best_of = 2 is not served"),
+    "true": (dict(best_of=True), 400, "best_of = True is not served"),
+    "no number": (dict(n=True), 400, "n: true is not a number"),
+    "many answers": (dict(n=40, prompt=["a", "b"]), 400, "80 answers are more than the 64"),
     "misspelt option": (dict(stream_options={"include_usag": True}), 400, "include_usag"),
     "a logprob": (dict(logprobs=0), 400, "logprobs = 0 is not served"),
     "misspelt": (dict(temprature=1), 400, "temprature: there is no such field here"),
@@ -170,7 +184,7 @@ def test_what_is_no_request_is_said_too(served):
         ("completions", b'{"model": "tiny", "prompt": [1.0]}', 400, "prompt", "prompt.0: Input should be a valid int"),
         ("completions", b'{"model": "tiny", "prompt": "a", "stream_options": []}', 400, "stream_options",
          "stream_options: it should be an object"),
-        ("completions", b'{"model": "tiny", "prompt": "a", "n": 2}', 400, "n", "n = 2 is not served"),
+        ("completions", b'{"model": "tiny", "prompt": "a", "best_of": 2}', 400, "best_of", "best_of = 2 is"),
         ("completions", b'{"model": "tiny", "prompt": "a", "stream": "yes, please"}', 400, "stream", "stream: "),
         ("completions", b"{", 400, None, "the body is not a JSON object ("),
         ("completions", b"[]", 400, None, "the body is not a JSON object ("),
