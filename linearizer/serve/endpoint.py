@@ -74,7 +74,11 @@ class Work:
     async def keep_state(self) -> None:
         """Replace the state that the text continued, if the request asks for it."""
         if self.body.keep and self.start is not None:
-            await run_in_threadpool(self.start.save, await self.wait_for_state())
+            try:
+                await run_in_threadpool(self.start.save, await self.wait_for_state())
+            except FolderError as error:
+                why = "the state was not kept, as its folder cannot be written: it is as it was before"
+                raise Refusal(500, why) from error
 
     @property
     def usage(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A state is a file that a client owns: made, listed, moved, forked, continued and deleted over HTTP."""
 
 import os
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -113,6 +114,15 @@ def test_what_a_stream_wrote_is_kept_when_it_ends(client):
     before = tokens_of(client, state)
     answer = complete(client, prompt=" It", state=state, max_tokens=8, keep=True, stream=True)
     assert answer.text.endswith("data: [DONE]\n\n") and tokens_of(client, state) >= before + 8
+
+
+def test_a_stream_says_that_its_state_cannot_be_kept(client, tmp_path):
+    options = dict(model="tiny", prompt=" It", state=read(client), keep=True, max_tokens=300, stream=True)
+    with client.stream("POST", "completions", json=options) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        shutil.rmtree(tmp_path / "states")
+        assert "the state was not kept" in [line for line in lines if line][-1]
 
 
 def test_a_file_is_read_into_a_state(client):
