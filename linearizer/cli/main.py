@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from linearizer import __version__
 from linearizer.cli import run_commands, runs, student_commands
 from linearizer.cli.options import OPERANDS
 from linearizer.errors import FaultError, LinearizerError, RequestError, Stopped
@@ -44,6 +45,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def parser() -> Parser:
     root = Parser(prog="linearizer", description="Turn a causal language model into one with a state of fixed size.")
+    root.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = root.add_subparsers(required=True, metavar="COMMAND")
 
     def add(
@@ -59,6 +61,7 @@ def parser() -> Parser:
     run_commands.add_commands(add)
     runs.add_command(add)
     student_commands.add_commands(add)
-    for command in commands.choices.values():
-        command.add_argument("--json", action="store_true", help="print the product as JSON, and nothing else")
+    for name, command in commands.choices.items():
+        if name != "app":  # its product is a page
+            command.add_argument("--json", action="store_true", help="print the product as JSON, and nothing else")
     return root

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from linearizer.cli import runs
 from linearizer.cli.options import (
     OF_ENCODERS,
+    OPERANDS,
     AddCommand,
     ListRecipes,
     add_evaluate_options,
@@ -55,7 +56,8 @@ def add_commands(add: AddCommand) -> None:
     about = "describe a model, and whether it can be linearized; or the heads of a run, by its folder"
     inspect = add("inspect", serve_inspect, about, "model")
     inspect.add_argument("--text-only", action="store_true", help="as a model of text, if it reads pictures")
-    run = add("run", serve_run, "all steps: measure, allocate, train if the recipe does, judge, save", "model")
+    run = add("run", serve_run, "all steps: measure, allocate, train if the recipe does, judge, save")
+    run.add_argument("model", metavar="MODEL", nargs="?", help=OPERANDS["model"])  # `--job list` needs none
     add_run_options(run)
     run.add_argument("--detach", action="store_true", help="run in the background: see `linearizer runs`")
     add_job_options(run)
@@ -142,6 +144,8 @@ def serve_inspect(arguments: argparse.Namespace) -> None:
 def serve_run(arguments: argparse.Namespace) -> None:
     if launched("WORLD_SIZE") and (arguments.detach or arguments.job is not None):
         raise RequestError("--detach and --job start processes of their own: leave them out, or the launcher")
+    if arguments.model is None and arguments.job != ListRecipes.WORD:
+        raise RequestError("there is no model to linearize: name MODEL; see `linearizer run --help`")
     if arguments.job is not None:
         serve_job(arguments)
         return

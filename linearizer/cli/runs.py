@@ -14,7 +14,7 @@ from typing import Any
 
 from linearizer.amounts import columns, duration, size
 from linearizer.cli.options import AddCommand
-from linearizer.cli.text import ProgressBar, describe_publication, describe_run, print_product
+from linearizer.cli.text import ProgressBar, describe_publication, describe_run, print_product, printable
 from linearizer.errors import FaultError, RequestError, Stopped
 from linearizer.progress import Progress
 from linearizer.report.parts import evaluation_report
@@ -141,8 +141,3 @@ def describe_runs(statuses: Sequence[Status]) -> str:
         if status.published:
             places.append(f"{name}: {printable(describe_publication(status.published))}")
     return "\n".join([columns(rows), *errors, *places])
-
-
-def printable(text: str) -> str:
-    """Replace the control characters of a name: a terminal would obey them."""
-    return "".join(letter if letter.isprintable() else "�" for letter in text)

@@ -81,11 +81,11 @@ def add_read(add: AddCommand) -> None:
 
 def serve_read(arguments: argparse.Namespace) -> None:
     from linearizer.serve import kept_state
-    from linearizer.teacher.text import decode_text, read_whole
+    from linearizer.teacher.text import decode_document, read_whole
 
     run = find_run(arguments.run)
     if arguments.file == "-":
-        text = decode_text("standard input", sys.stdin.buffer.read())
+        text = decode_document("standard input", sys.stdin.buffer.read())
     else:
         text = read_whole(Path(arguments.file))
     options = arguments.state, arguments.more, arguments.raw, arguments.picture, arguments.stream
@@ -103,6 +103,8 @@ def add_ask(add: AddCommand) -> None:
     command.add_argument("--keep", action="store_true", help="add prompt and answer to the state")
     add_picture_option(command)
     add_writing_options(command, "how many tokens it writes", 256)
+    names = ("keep", "picture", "tokens", "sample", "seed", "raw")
+    command.set_defaults(of_prompt={name: command.get_default(name) for name in names})
 
 
 def serve_ask(arguments: argparse.Namespace) -> None:
@@ -112,6 +114,8 @@ def serve_ask(arguments: argparse.Namespace) -> None:
     if arguments.take_back:
         if arguments.state is None:
             raise RequestError("there is no state to take back: name its file with --state")
+        if given := [name for name, default in arguments.of_prompt.items() if getattr(arguments, name) != default]:
+            raise RequestError(f"--{given[0]} is for a prompt, and --take-back has none: leave it out")
         reading = kept_state.take_back(run, arguments.state)
         print_product(arguments, asdict(reading), describe_reading(reading, arguments.run, arguments.state))
         return
@@ -252,16 +256,20 @@ def add_app(add: AddCommand) -> None:
     command.add_argument("--port", type=int, help="the port (default: the first free port from 7860 on)")
     command.add_argument(
         "--api-key",
-        default=os.environ.get(KEY_VARIABLE),
         metavar="KEY",
         help=f"that requests must carry (default: ${KEY_VARIABLE}, which other users of this machine cannot read, or a "
-        "new key where --host serves other machines; a link to the page contains it)",
+        "new key where --host serves other machines, which is shown); the page opens with ?key=KEY after its address",
     )
 
 
 def serve_app(arguments: argparse.Namespace) -> None:
     from linearizer.page import zerogpu
 
+    key, written = arguments.api_key, os.environ.get(KEY_VARIABLE)
+    if key is None and written is not None:
+        if len(written.split()) > 1:
+            raise RequestError(f"{KEY_VARIABLE} has several keys, and the page takes one: name it with --api-key")
+        key = written.strip()
     if zerogpu.on_zerogpu():
         zerogpu.import_spaces()  # before anything else looks for a device
     if arguments.port is not None or arguments.host:  # Gradio's own error would name its parameters
@@ -269,7 +277,7 @@ def serve_app(arguments: argparse.Namespace) -> None:
     from linearizer.page import site
 
     try:
-        site.serve_page(arguments.port or None, arguments.host, arguments.api_key, say_link)
+        site.serve_page(arguments.port or None, arguments.host, key, say_link)
     except OSError as error:
         raise RequestError(f"the page cannot be shown ({error}): name another --port") from error
 

@@ -250,8 +250,13 @@ def describe_reading(reading: ReadingSize, run: str, path: Path) -> str:
 
 def describe_states(states: Sequence[StateFile]) -> str:
     """List states, with what they have read."""
-    rows = [(state.name, f"{state.tokens:,} tokens", size(state.bytes), state.teacher) for state in states]
+    rows = [(printable(x.name), f"{x.tokens:,} tokens", size(x.bytes), printable(x.teacher)) for x in states]
     return columns(rows) if rows else "there are no states in this folder"
+
+
+def printable(text: str) -> str:
+    """Replace the control characters of a name: a terminal would obey them."""
+    return "".join(letter if letter.isprintable() else "�" for letter in text)
 
 
 def describe_preview(preview: Preview) -> str:

@@ -40,14 +40,20 @@ from linearizer.teacher.text import decode_document
 BYTES_OF_TOKEN = 32  # of a body for each position: a token as a number, or as text in escapes
 OTHER_BYTES = 2**20  # of a body, in addition to one text of the greatest length
 OF_A_CHOICE = ("value_error", "union_tag_invalid")  # errors of pydantic that say more than those of other types tried
+WORDS = {  # for errors of pydantic
+    "extra_forbidden": "there is no such field here: correct its name, or leave it out",
+    "model_type": "it should be an object",
+    "model_attributes_type": "it should be an object",
+}
 PICTURE_BYTES = 2**25  # of a body, in addition, where the model reads pictures
+PDF_BYTES = 2**25  # of a PDF, in addition: its pictures and fonts
 DRAINED_BYTES = 2**28  # read from a body that is too large: a client that is still sending hears no refusal
 BODY_SECONDS = 60  # in which a body must arrive
 MAX_PROMPTS, MAX_STOPS = 64, 16  # of one request
 DEFAULT_COMPLETION = 16  # new tokens, as at OpenAI; a chat continues to its end
 # Options of other servers that are not served here, with the values that change nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logprobs": (False,), "top_logprobs": (0,),
+    "best_of": (1,), "echo": (False,), "suffix": ("",), "logprobs": (False,), "top_logprobs": (0,),
     "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "tools": ([],), "functions": ([],),
     "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},), "modalities": (["text"],),
@@ -97,7 +103,10 @@ Stops = Annotated[
 
 
 class StreamOptions(BaseModel):
-    include_usage: bool = False
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # padding of events, which are not padded here
 
 
 class Body(BaseModel, ABC):
@@ -108,6 +117,7 @@ class Body(BaseModel, ABC):
     PROMPT: ClassVar[str] = "prompt"  # the field that holds it
 
     model: str | None = None  # the served one
+    n: Integer = Field(1, ge=1, le=MAX_PROMPTS)  # answers to each prompt
     max_tokens: Integer | None = Field(None, ge=1)
     temperature: Number = Field(1.0, ge=0, le=2, allow_inf_nan=False)
     top_p: Number = Field(1.0, gt=0, le=1, allow_inf_nan=False)
@@ -128,8 +138,10 @@ class Body(BaseModel, ABC):
         if not isinstance(values, dict):
             return values
         for name, neutral in NEUTRAL.items():
-            if (value := values.get(name)) is not None and value not in neutral:
-                raise ValueError(f"{name} = {str(value)[:40]} is not served here: leave it out")
+            value = values.get(name)
+            same = [each for each in neutral if each == value and isinstance(each, bool) == isinstance(value, bool)]
+            if value is not None and not same:  # true is no 1, and false no 0
+                raise Refusal(400, f"{name} = {str(value)[:40]} is not served here: leave it out", name)
         left_out = IGNORED | NEUTRAL.keys()
         return {name: value for name, value in values.items() if value is not None and name not in left_out}
 
@@ -279,7 +291,8 @@ class ChatBody(Body):
 
 Read = TypeVar("Read", bound=Body)
 Received = TypeVar("Received")
-FILES = ("application/octet-stream", "application/pdf")  # pages of other sites may not send these unasked
+PDF = "application/pdf"
+FILES = ("application/octet-stream", PDF)  # pages of other sites may not send these unasked
 
 
 async def read_body(request: Request, kind: type[Read], positions: int, pictures: bool = False) -> Read:
@@ -288,15 +301,18 @@ async def read_body(request: Request, kind: type[Read], positions: int, pictures
     if media != "application/json" and not media.endswith("+json"):  # pages of other sites may send other types unasked
         raise Refusal(400, f"the content type of the body is {media!r}: send JSON, as application/json")
     most = OTHER_BYTES + BYTES_OF_TOKEN * positions + PICTURE_BYTES * pictures
-    content = await receive_in_time(receive_bytes(request, most))
+    advice = "shorten the prompt, or send several prompts in separate requests"
+    content = await receive_in_time(receive_bytes(request, most, advice))
     return await run_in_threadpool(parse_body, content, kind, positions)
 
 
 async def read_text_body(request: Request, positions: int) -> TextBody:
     """Read a text to read into a state: JSON, or the bytes of a text file or PDF."""
-    if media_of(request) not in FILES:
+    if (media := media_of(request)) not in FILES:
         return await read_body(request, TextBody, positions)
-    content = await receive_in_time(receive_bytes(request, OTHER_BYTES + BYTES_OF_TOKEN * positions))
+    most = OTHER_BYTES + BYTES_OF_TOKEN * positions + PDF_BYTES * (media == PDF)
+    advice = f"send a shorter text, a PDF as {PDF}, or only the text of a large PDF"
+    content = await receive_in_time(receive_bytes(request, most, advice))
     try:
         text = await run_in_threadpool(decode_document, "the body", content)
         return TextBody.model_validate({"text": text, "raw": request.query_params.get("raw") == "true"})
@@ -318,8 +334,8 @@ async def receive_in_time(receiving: Coroutine[Any, Any, Received], seconds: flo
         raise Refusal(408, f"the body did not arrive within {seconds:g} seconds: send it again") from error
 
 
-async def receive_bytes(request: Request, max_bytes: int) -> bytes:
-    """Receive a body; keep nothing of one that is too large."""
+async def receive_bytes(request: Request, max_bytes: int, advice: str) -> bytes:
+    """Receive a body; keep nothing of one that is too large, and refuse it with advice."""
     content, received = bytearray(), 0
     async for chunk in request.stream():
         received += len(chunk)
@@ -330,25 +346,21 @@ async def receive_bytes(request: Request, max_bytes: int) -> bytes:
         else:
             content.clear()
     if received > max_bytes:
-        raise Refusal(
-            413,
-            f"the body has more than the {max_bytes} bytes that a request may have here: shorten the prompt, or send "
-            "several prompts in separate requests",
-        )
+        raise Refusal(413, f"the body has more than the {max_bytes} bytes that it may have here: {advice}")
     return bytes(content)
 
 
 def parse_body(content: bytes, kind: type[Read], positions: int) -> Read:
-    """Parse a body; a refusal names the first wrong field."""
+    """Parse a body; a refusal names a wrong field, as deep in the body as it lies."""
     try:
         return kind.model_validate_json(content, context={"positions": positions})
     except ValidationError as error:
         faults = error.errors(include_url=False)
-        fault = next((each for each in faults if each["type"] in OF_A_CHOICE), faults[0])
-    if fault["type"] in ("json_invalid", "model_type"):
+        fault = max(faults, key=lambda each: (each["type"] in OF_A_CHOICE, len(each["loc"])))
+    if not fault["loc"] and fault["type"] in ("json_invalid", "model_type"):
         reason = fault.get("ctx", {}).get("error", "it is not an object")
         raise Refusal(400, f"the body is not a JSON object ({reason}): correct it")
     names = [str(part) for part in fault["loc"]]  # of the body, and of the types that pydantic tried
     place = names[:1] + [name for name in names[1:] if name != "str" and "[" not in name]
-    reason = fault["msg"].removeprefix("Value error, ")
+    reason = WORDS.get(fault["type"], fault["msg"].removeprefix("Value error, "))
     raise Refusal(400, f"{'.'.join(place)}: {reason}" if place else reason, place[0] if place else None)

@@ -6,11 +6,10 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -19,69 +18,24 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
-from linearizer.errors import LinearizerError, RequestError, first_line
-from linearizer.serve.bodies import Body, ChatBody, CompletionBody, Processor, Refusal, read_body, read_text_body
-from linearizer.serve.cache_rows import take_shift, tensors_of
-from linearizer.serve.engine import Engine
+from linearizer.errors import FolderError, LinearizerError, RequestError, first_line
+from linearizer.serve.bodies import MAX_PROMPTS, Body, ChatBody, CompletionBody, Refusal, read_body, read_text_body
+from linearizer.serve.cache_rows import take_shift
 from linearizer.serve.guards import REFUSAL, Guard, has_key, is_local
 from linearizer.serve.row import Row, TextDelta
-from linearizer.serve.state_files import load_state
+from linearizer.serve.served import STOPPED, Served, no_room, owner_of, refuse_other_model
+from linearizer.serve.state_files import BusyState, NoState
 from linearizer.serve.state_routes import add_state_routes
-from linearizer.serve.states import Beginning, States, begin_at
-from linearizer.student.modeling_linearized import LinearizedForCausalLM
+from linearizer.serve.states import Beginning, begin_at
 from linearizer.teacher.logits import vocabulary
 from linearizer.teacher.picture_prompts import Prompt
 from linearizer.teacher.token_loop import ends_of
 
-STOPPED = "the server was stopped before the answer was complete: ask again when it is back"
+QUIET_SECONDS = 15  # after which a stream sends a comment: proxies cut connections on which nothing is sent
 LATE_SECONDS = 10  # after a request's deadline, for the client to read the error
-RETRY_SECONDS = 5  # after which a refused client may try again
 WRONG_KEY = "this server needs its key, and the request has none or another: send it as the API key"
-
-
-@dataclass(frozen=True)
-class Served:
-    """A model behind the endpoint."""
-
-    name: str
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    positions: int  # tokens of the longest text
-    engine: Engine
-    max_seconds: float  # of a request
-    states: Path | None = None  # the folder of the states that clients own; None: there are none
-    state_bytes: int = 0  # of the longest text in layers with a student, or in the teacher's same layers
-    recurrent_bytes: int = 0  # of any text in recurrent layers
-    processor: Processor | None = None
-    since: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def card(self) -> dict[str, Any]:
-        about = {"object": "model", "created": self.since, "owned_by": "linearizer"}
-        sizes = {"state_bytes": self.state_bytes, "recurrent_bytes": self.recurrent_bytes}
-        return {"id": self.name, **about, "max_model_len": self.positions, **sizes}
-
-    def states_of(self, request: Request) -> States:
-        """Return the states of a request's key."""
-        if self.states is None or not isinstance(self.model, LinearizedForCausalLM):
-            raise Refusal(404, "no states are kept here for clients: serve a student, with --states FOLDER")
-        key = request.headers["authorization"] if request.app.state.asks_for_keys else ""
-        return States.of(self.states, key, self.engine.kept.max_bytes, self.model)
-
-    def load(self, path: Path) -> Cache:
-        """Load a state in the engine's thread."""
-        model = self.model
-        assert isinstance(model, LinearizedForCausalLM)
-        try:
-            cache = self.engine.call(lambda: load_state(model, path)).result()
-        except CancelledError as error:
-            raise Refusal(503, STOPPED) from error
-        if len(tensors_of(cache)[0]) != 1:
-            raise RequestError("the state is of several texts at once: send the state of one")
-        return cache
 
 
 @dataclass
@@ -120,12 +74,17 @@ class Work:
     async def keep_state(self) -> None:
         """Replace the state that the text continued, if the request asks for it."""
         if self.body.keep and self.start is not None:
-            await run_in_threadpool(self.start.save, await self.wait_for_state())
+            try:
+                await run_in_threadpool(self.start.save, await self.wait_for_state())
+            except FolderError as error:
+                why = "the state was not kept, as its folder cannot be written: it is as it was before"
+                raise Refusal(500, why) from error
 
     @property
     def usage(self) -> dict[str, Any]:
-        prompt, written = sum(len(row.prompt) for row in self.rows), sum(row.written for row in self.rows)
-        reused = sum(row.reused for row in self.rows)
+        begun = self.rows[:: self.body.n]  # each prompt counts once
+        prompt, written = sum(len(row.prompt) for row in begun), sum(row.written for row in self.rows)
+        reused = sum(row.reused for row in begun)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": written,
@@ -151,6 +110,21 @@ def make_endpoint(served: Served, local: bool = True, keys: Sequence[str] = ()) 
     @app.exception_handler(LinearizerError)
     async def answer_error(request: Request, error: LinearizerError) -> JSONResponse:
         return response_of(Refusal(400 if isinstance(error, RequestError) else 500, str(error)))
+
+    @app.exception_handler(FileNotFoundError)
+    @app.exception_handler(NoState)
+    async def answer_no_state(request: Request, error: Exception) -> JSONResponse:
+        why = "there is no such state here any more: see GET /v1/states"
+        return response_of(Refusal(404, why, "state", "state_not_found"))
+
+    @app.exception_handler(BusyState)
+    async def answer_busy_state(request: Request, error: BusyState) -> JSONResponse:
+        wait = {"Retry-After": "1"}
+        return response_of(Refusal(409, "another request writes the state: try again", "state", headers=wait))
+
+    @app.exception_handler(FolderError)
+    async def answer_folder(request: Request, error: FolderError) -> JSONResponse:
+        return response_of(Refusal(500, str(error).replace(f"{served.states}/", "")))  # no path of this machine
 
     @app.exception_handler(HTTPException)
     async def answer_http(request: Request, error: HTTPException) -> JSONResponse:
@@ -196,13 +170,11 @@ async def answer(served: Served, kind: type[Body], request: Request) -> Any:
     if not served.engine.has_room(1):  # before a body is received in vain
         raise no_room(served)
     body = await read_body(request, kind, served.positions, kind is ChatBody and served.processor is not None)
-    if body.model is not None:
-        refuse_other_model(served, body.model)
     start = None
     if body.state is not None:
         start = await run_in_threadpool(begin_at, served.states_of(request), body.state, body.keep, served.load)
     try:
-        work = await begin(served, body, deadline, start)
+        work = await begin(served, body, deadline, owner_of(request), start)
     except BaseException:
         if start is not None:
             start.let_go()
@@ -219,7 +191,7 @@ async def read_into_state(served: Served, request: Request) -> Cache:
     deadline = asyncio.get_running_loop().time() + served.max_seconds
     if not served.engine.has_room(1):
         raise no_room(served)
-    work = await begin(served, await read_text_body(request, served.positions), deadline)
+    work = await begin(served, await read_text_body(request, served.positions), deadline, owner_of(request))
     await finish(served, work, request)
     return await work.wait_for_state()
 
@@ -244,21 +216,10 @@ async def finish(served: Served, work: Work, request: Request) -> dict[int, Text
         end(served, work)
 
 
-def no_room(served: Served) -> Refusal:
-    """Return the refusal of a request that finds no room."""
-    if served.engine.closed:
-        return Refusal(503, STOPPED)
-    wait = {"Retry-After": str(RETRY_SECONDS)}
-    return Refusal(429, "too many requests wait already: try again later", code="too_many_requests", headers=wait)
-
-
-def refuse_other_model(served: Served, name: str) -> None:
-    if name != served.name:
-        raise Refusal(404, f"there is no model {name!r} here: ask for {served.name!r}", "model", "model_not_found")
-
-
-async def begin(served: Served, body: Body, deadline: float, start: Beginning | None = None) -> Work:
+async def begin(served: Served, body: Body, deadline: float, owner: str = "", start: Beginning | None = None) -> Work:
     """Check a request, and queue its texts; it ends at the deadline."""
+    if body.model is not None:
+        refuse_other_model(served, body.model)
     loop, received = asyncio.get_running_loop(), asyncio.Queue[tuple[int, TextDelta]]()
 
     def sender(index: int) -> Callable[[TextDelta], None]:
@@ -278,9 +239,14 @@ async def begin(served: Served, body: Body, deadline: float, start: Beginning | 
         prompts = await run_in_threadpool(body.prompts, served.tokenizer, served.processor)  # a long text takes seconds
     except RequestError as error:
         raise Refusal(400, str(error)) from error
-    if start is not None and len(prompts) > 1:
-        raise Refusal(400, f"a state is continued by one prompt, and here are {len(prompts)}: fork it", "prompt")
+    if start is not None and (count := len(prompts) * body.n) > 1:
+        raise Refusal(400, f"a state is continued by one text, and here are {count}: fork it", "prompt")
+    if (count := len(prompts) * body.n) > MAX_PROMPTS:
+        raise Refusal(400, f"{count} answers are more than the {MAX_PROMPTS} of one request: ask for fewer", "n")
+    prompts = [prompt for prompt in prompts for _ in range(body.n)]
     rows = [make_row(served, body, prompt, index, sender(index), start) for index, prompt in enumerate(prompts)]
+    for row in rows:
+        row.owner = owner
     work = Work(body, rows, received, deadline, start)
     if not served.engine.submit(*rows):
         raise no_room(served)
@@ -342,6 +308,7 @@ class Stream(StreamingResponse):
     def __init__(self, served: Served, work: Work) -> None:
         super().__init__(events_of(served, work), media_type="text/event-stream")
         self.leave, self.latest = partial(end, served, work), work.deadline + LATE_SECONDS
+        self.pulse = partial(add_pulses, work)
         self.late = (
             f"the request was read only after the {served.max_seconds:g} seconds that it may take: send it faster, or "
             "start the server with a larger --max-seconds"
@@ -354,6 +321,7 @@ class Stream(StreamingResponse):
             begun[:] = [message]
             await send(message)
 
+        pulse = asyncio.create_task(self.pulse())
         try:
             await asyncio.wait_for(super().__call__(scope, receive, begin), seconds)
         except asyncio.TimeoutError:  # the client does not read, or its request took all of the time
@@ -364,7 +332,15 @@ class Stream(StreamingResponse):
             with suppress(Exception):  # a client may have gone by now
                 await send({"type": "http.response.body", "body": final, "more_body": False})
         finally:
+            pulse.cancel()
             self.leave()
+
+
+async def add_pulses(work: Work) -> None:
+    """Add empty text to an answer from time to time."""
+    while True:
+        await asyncio.sleep(QUIET_SECONDS)
+        work.received.put_nowait((0, TextDelta()))
 
 
 async def events_of(served: Served, work: Work) -> AsyncIterator[str]:
@@ -376,7 +352,8 @@ async def events_of(served: Served, work: Work) -> AsyncIterator[str]:
         yield event({**common, "choices": [opening]})
     try:
         async for index, delta in work.deltas():
-            yield event({**common, "choices": [choice(work, index, delta)]})
+            is_pulse = delta == TextDelta()
+            yield ": wait\n\n" if is_pulse else event({**common, "choices": [choice(work, index, delta)]})
         await work.keep_state()
     except Refusal as error:
         yield event(error.content)

@@ -119,6 +119,8 @@ class Engine:
         except Exception as error:
             with self.wake:
                 self.closed = True
+                for _, future in self.calls:
+                    future.cancel()
             fail_rows([*self.waiting, *self.prompts.rows, *self.rows], error)
             raise
 
@@ -164,7 +166,7 @@ class Engine:
         numbers = [[row.tokens[row.read], row.read, row.shift] for row in rows]
         logits = self.graphs.read(cache, *torch.tensor(numbers, device=self.model.device).T).float()
         finite = (logits < torch.inf).all(-1).tolist()  # false for what is not a number; a token may be impossible
-        tokens = choose_tokens(logits, [row.drawing for row in rows], [row.tokens[row.begun :] for row in rows])
+        tokens = choose_tokens(logits, [row.drawing for row in rows], [row.tokens for row in rows])
         for row, token, is_finite in zip(rows, tokens, finite, strict=True):
             row.read += 1
             if is_finite:
@@ -174,7 +176,7 @@ class Engine:
 
     def hand_over(self, row: Row, cache: Cache) -> None:
         """Hand over the state of a row that has ended, after what it has not read yet."""
-        if row.state is None:
+        if row.state is None or not row.state.set_running_or_notify_cancel():  # its client has gone
             return
         try:
             cache = copy_cache(cache, lambda x: x.clone())
@@ -198,7 +200,7 @@ class Engine:
                 continue
             view = view_row(self.cache, index, row.read)
             if self.kept.max_bytes:
-                self.kept.keep(row.tokens[: row.read], view, row.shift)
+                self.kept.keep(row.tokens[: row.read], view, row.shift, row.owner)
             if row.done:
                 self.hand_over(row, view)
         self.rows = [self.rows[index] for index in staying]

@@ -23,8 +23,8 @@ REFUSAL = (
 )
 REFUSED = PlainTextResponse(REFUSAL, 403)
 KEYLESS = PlainTextResponse(
-    "This page needs its key: open the link that `linearizer app` showed when it was started, which ends in ?key=KEY; "
-    "a program sends `Authorization: Bearer KEY`.\n",
+    "This page needs its key: open its address with ?key=KEY at the end, as in the link that `linearizer app` showed "
+    "if it made the key; a program sends `Authorization: Bearer KEY`.\n",
     401,
 )
 CROSS_SITE = PlainTextResponse("Another site sent this request: open the page itself, and ask there.\n", 403)

@@ -62,15 +62,18 @@ class KeptStates:
         self.forms: dict[tuple[type, ...], Cache] = {}  # by the kinds of states: those of short texts are others
         self.shapes: dict[tuple[torch.Size, ...], tuple[torch.Size, ...]] = {}  # one object for all equal shapes
 
-    def keep(self, tokens: Sequence[int], cache: Cache, shift: int = 0) -> None:
-        """Keep a copy of a cache that has read these tokens, with the shift of its row, if there is room for it."""
+    def keep(self, tokens: Sequence[int], cache: Cache, shift: int = 0, owner: str = "") -> None:
+        """Keep a copy of a cache that has read these tokens, with the shift of its row, if there is room for it.
+
+        Only rows of the same owner find it: else clients could find out by cache hits which texts others have sent.
+        """
         parts = tensors_of(cache)
         size = KEPT_BYTES + sum(SHAPE_BYTES + x.nbytes for x in parts)
         if size > self.max_bytes:
             return
         if (kinds := kinds_of_states(cache)) not in self.forms:
             self.forms[kinds] = copy_cache(cache, lambda x: x[:0].clone())
-        key = next(hashes(tokens, [len(tokens)]))
+        key = next(hashes(tokens, [len(tokens)], owner))
         if key in self.states:
             self.drop(key)
         if (packed := run_if_it_fits(lambda: pack(parts))) is None:  # requests need the memory more
@@ -94,10 +97,10 @@ class KeptStates:
         if all(state.shapes is not dropped.shapes for state in self.states.values()):  # else one more for every length
             del self.shapes[dropped.shapes]
 
-    def find_longest(self, tokens: Sequence[int]) -> KeptState | None:
-        """Return the state that has read the most of these tokens, from the first one on."""
+    def find_longest(self, tokens: Sequence[int], owner: str = "") -> KeptState | None:
+        """Return the owner's state that has read the most of these tokens, from the first one on."""
         lengths = sorted({state.tokens for state in self.states.values() if state.tokens <= len(tokens)})
-        if not (keys := [key for key in hashes(tokens, lengths) if key in self.states]):
+        if not (keys := [key for key in hashes(tokens, lengths, owner) if key in self.states]):
             return None
         self.states.move_to_end(keys[-1])
         return self.states[keys[-1]]
@@ -107,9 +110,9 @@ class KeptStates:
         return unpack(state.form, state.packed, state.shapes, state.tokens)
 
 
-def hashes(tokens: Sequence[int], lengths: Sequence[int]) -> Iterator[bytes]:
-    """Yield the hash of the first tokens for each of the ascending lengths."""
-    hashed, begin = hashlib.sha256(), 0
+def hashes(tokens: Sequence[int], lengths: Sequence[int], owner: str) -> Iterator[bytes]:
+    """Yield the hash of the owner and the first tokens for each of the ascending lengths."""
+    hashed, begin = hashlib.sha256(hashlib.sha256(owner.encode()).digest()), 0
     for length in lengths:
         hashed.update(array("q", tokens[begin:length]).tobytes())
         begin = length
@@ -188,7 +191,7 @@ class Prompts:
 
     def look_up(self, row: Row) -> None:
         """Let a row continue from the kept state that has read the most of its prompt, and all of its pictures."""
-        state = self.kept.find_longest(row.prompt[:-1])
+        state = self.kept.find_longest(row.prompt[:-1], row.owner)
         if state is not None and state.tokens > row.read and state.tokens >= row.reach:
             row.reused += state.tokens - row.read
             row.read, row.shift, row.cache = state.tokens, state.shift, self.kept.restore(state)
@@ -223,12 +226,13 @@ class Prompts:
             row.read += len(part)
             row.cache = cache if len(rows) == 1 else take_row(cache, index, row.read)
             if self.kept.max_bytes and (row.read % self.chunk == 0 or not row.unread):
-                self.kept.keep(row.prompt[: row.read], row.cache, row.shift)
+                self.kept.keep(row.prompt[: row.read], row.cache, row.shift, row.owner)
 
 
 def begins_alike(row: Row, earlier: Row, tokens: int) -> bool:
-    """Whether the first tokens of two prompts, which both have, are the same."""
-    return row.prompt[:tokens] == earlier.prompt[:tokens] and len(row.prompt) > tokens
+    """Whether the first tokens of two prompts of the same owner, which both have, are the same."""
+    is_same = row.owner == earlier.owner and row.prompt[:tokens] == earlier.prompt[:tokens]
+    return is_same and len(row.prompt) > tokens
 
 
 def has_fixed_states(model: PreTrainedModel) -> bool:

@@ -67,6 +67,7 @@ class Row:
     shown: Prompt | None = None  # what follows that state, if with pictures: numbers below 0 stand for all up to these
     after: Sequence[int] = ()  # tokens that the state reads after the text
     state: Future[Cache] | None = None  # receives the state after the text, if there is one
+    owner: str = ""  # the key of its client: kept states of others are not used
     shift: int = 0  # from the number of tokens to positions, after pictures of models that number these in another way
 
     cache: Cache | None = None  # until it joins the batch
@@ -137,8 +138,10 @@ class Row:
 
 
 def fail_rows(rows: Sequence[Row], error: Exception) -> None:
-    """End rows whose computation failed; other requests are served after them."""
+    """End rows whose computation failed, and the wait for their states; other requests are served after them."""
     for row in rows:
+        if row.state is not None and not row.state.done() and row.state.set_running_or_notify_cancel():
+            row.state.set_exception(error)
         if not row.done:
             row.fail(f"writing failed ({first_line(error)}): try again, with fewer tokens or fewer requests at once")
 

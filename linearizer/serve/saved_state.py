@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from linearizer.plan.json_products import parse_json
 from linearizer.student.attention_interface import HALF_READ
 from linearizer.student.attention_of_student import tensors
 from linearizer.student.cache import FORMAT
@@ -91,8 +93,23 @@ def write_state(model: PreTrainedModel, cache: Any, path: str | os.PathLike) -> 
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
+@dataclass(frozen=True)
+class StoredState:
+    """The content of a file whose checksum fits; what it says may still be wrong, as a checksum is no signature."""
+
+    path: str | os.PathLike
+    facts: dict[str, str]
+    tensors: dict[str, Tensor]
+    sizes: list[tuple[int, int]]  # tokens and texts of the states before its turns, and of the last
+
+
 def read_state(model: PreTrainedModel, path: str | os.PathLike) -> Any:
     """Read a state for the model that wrote it, into the devices and dtypes of the model."""
+    return restore_state(model, read_file(path))
+
+
+def read_file(path: str | os.PathLike) -> StoredState:
+    """Read the file of a state without its model."""
     try:
         with safe_open(path, framework="pt") as file:
             facts = file.metadata() or {}
@@ -104,12 +121,29 @@ def read_state(model: PreTrainedModel, path: str | os.PathLike) -> Any:
         raise ValueError(f"{os.fspath(path)!r} holds {wrote}, and {WITH_TURNS!r} is read here: read the text again")
     if facts.pop("checksum", None) != checksum(stored, facts):
         raise damaged(path, "its checksum does not fit")
-    refuse_other_model(path, facts, stored.pop(WEIGHTS, torch.empty(0)), model)
-    sizes = [*json.loads(facts.get("turns", "[]")), (int(facts["tokens"]), int(facts["texts"]))]
+    return StoredState(path, facts, stored, read_sizes(path, facts))
+
+
+def read_sizes(path: str | os.PathLike, facts: dict[str, str]) -> list[tuple[int, int]]:
+    """Return the tokens and texts of each state in a file, the oldest first."""
+    try:
+        last = int(facts["tokens"]), int(facts["texts"])
+        turns = [(int(tokens), int(texts)) for tokens, texts in parse_json(facts.get("turns", "[]"))]
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise damaged(path, "it does not say how many tokens it has read") from error
+    if len(turns) > MAX_TURNS or last[0] < 1 or not all(0 <= tokens <= last[0] for tokens, _ in turns):
+        raise damaged(path, "it names turns that no state has")
+    return [*turns, last]
+
+
+def restore_state(model: PreTrainedModel, read: StoredState) -> Any:
+    """Restore a state that was read, for the model that wrote it."""
+    path, stored, sizes = read.path, {**read.tensors}, read.sizes
+    refuse_other_model(path, read.facts, stored.pop(WEIGHTS, torch.empty(0)), model)
     turns = len(sizes) - 1
     states = [form_of(model, [name for name in stored if turn_of(name, turns) == turn]) for turn in range(turns + 1)]
     expected = {name_in_file(name, turn, turns) for turn, state in enumerate(states) for name in places(state)}
-    if expected != stored.keys():
+    if expected != stored.keys() or not places(states[-1]):
         raise damaged(path, "it names other tensors than a state of this model has")
     for turn, (state, (tokens, texts)) in enumerate(zip(states, sizes, strict=True)):
         by_name = {name: stored[name_in_file(name, turn, turns)] for name in places(state)}
@@ -134,7 +168,7 @@ def form_of(model: Any, names: list[str]) -> Any:
     if not names:
         return model.empty_cache()
     plain = [name.rpartition(": ")[2] for name in names]
-    states = {name.split(".")[1] for name in plain if name != DELTAS}
+    states = {name.split(".")[1] for name in plain if "." in name}
     of_heads = any(map(str.isdecimal, states))
     cache = begin_cache(model, not of_heads)
     if of_heads and EXACT in states:  # some of its texts are exact
@@ -167,7 +201,8 @@ def fill(cache: Any, stored: dict[str, Tensor], tokens: int, texts: int, path: s
     for name, (holder, attribute) in places(cache).items():
         current, tensor = tensor_at(holder, attribute), stored[name]
         same_kind = current.dtype == tensor.dtype or (current.is_floating_point() and tensor.is_floating_point())
-        if not same_kind or list(tensor.shape) != shape_of(current, tensor, holder, attribute, texts, tokens):
+        alike = same_kind and tensor.dim() == current.dim()
+        if not alike or list(tensor.shape) != shape_of(current, tensor, holder, attribute, texts, tokens):
             raise damaged(path, f"{name} is {tuple(tensor.shape)} of {tensor.dtype}")
         if attribute == "count" and not ((tensor >= 0) & (tensor <= tokens)).all():
             raise damaged(path, f"{name} counts other tokens than were read")
@@ -254,7 +289,7 @@ def refuse_other_model(path: str | os.PathLike, facts: dict[str, str], weights: 
         unlike = ["weights"]
     if unlike:
         wrote, reads = (
-            f"a student of {x.get('teacher')}" + (f" at {x['revision']}" if x.get("revision") else "")
+            f"a student of {x.get('teacher')!r}" + (f" at {x['revision']!r}" if x.get("revision") else "")
             for x in (facts, expected)
         )
         raise ValueError(
@@ -265,7 +300,7 @@ def refuse_other_model(path: str | os.PathLike, facts: dict[str, str], weights: 
 
 def alike(weights: Tensor, expected: Tensor, same_dtype: bool) -> bool:
     """Whether two samples are of the same weights: equal in bf16, or close enough for two dtypes."""
-    if not len(weights) or not len(expected):
+    if not weights.numel() or not expected.numel():
         return True
     if weights.shape != expected.shape:
         return False

@@ -79,14 +79,17 @@ def serve(
         raise RequestError(f"max-state-bytes = {max_state_bytes} is below 0: 0 keeps no states")
     if not 0 < max_seconds < LONGEST_SECONDS:
         raise RequestError(f"max-seconds = {max_seconds:g} is not a time for a request: choose seconds above 0")
+    if teacher and states is not None:
+        raise RequestError("--states is for the states of a student, and the teacher has none: leave it out")
     for key in api_keys:
         check_key(key)
     with listen(host, port) as listening, quiet():
         import uvicorn
 
         from linearizer.method import checkpoint
-        from linearizer.serve.endpoint import Served, make_endpoint
+        from linearizer.serve.endpoint import make_endpoint
         from linearizer.serve.engine import Engine
+        from linearizer.serve.served import Served
         from linearizer.teacher.load import load_teacher_of
         from linearizer.teacher.ram import bound_shape_caches, short_collections
 

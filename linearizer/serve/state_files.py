@@ -33,6 +33,14 @@ class StateFile:
     revision: str = ""  # of the student, if it is published
 
 
+class NoState(FolderError):
+    """There is no file of a state, or no longer."""
+
+
+class BusyState(FolderError):
+    """Another process or request writes the state."""
+
+
 def describe(path: Path) -> StateFile:
     """Read the description in the file of a state."""
     try:
@@ -44,7 +52,7 @@ def describe(path: Path) -> StateFile:
             return StateFile(path.name, int(facts["tokens"]), size, *model)
     except FileNotFoundError as error:
         raise no_state(path) from error
-    except (OSError, SafetensorError, ValueError, KeyError):
+    except (OSError, SafetensorError, ValueError, KeyError, RuntimeError):  # the last of torch, which opens it again
         pass
     raise RequestError(
         f"{str(path)!r} is not the state of a linearized model: name a file that `linearizer read` wrote"
@@ -72,6 +80,8 @@ def fork(path: str | Path, new: str | Path) -> StateFile:
             os.link(path, new)  # a state's file is replaced, never written in place
         except FileExistsError as error:
             raise FolderError(f"{str(new)!r} exists already: name another file") from error
+        except FileNotFoundError as error:
+            raise no_state(path) from error
         except OSError:  # on another disk, or one without links
             copy = new.with_name(new.name + UNFINISHED)
             shutil.copyfile(path, copy)
@@ -86,15 +96,26 @@ def delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def no_state(path: Path) -> FolderError:
-    return FolderError(f"there is no state {str(path)!r}: `linearizer read` writes a state")
+def no_state(path: Path) -> NoState:
+    return NoState(f"there is no state {str(path)!r}: `linearizer read` writes a state")
 
 
 def load_state(student: LinearizedForCausalLM, path: Path) -> LinearizedCache:
     """Load the state in a file."""
-    try:
+    with reading(path):
         return read_state(student, path)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn the errors of a file that is no state of this model into sentences."""
+    try:
+        yield
     except FileNotFoundError as error:
+        raise no_state(path) from error
+    except RuntimeError as error:  # of torch, which opens it again
+        if path.exists():
+            raise
         raise no_state(path) from error
     except OSError as error:
         why = error.strerror or error
@@ -125,7 +146,7 @@ def hold(path: Path) -> Lock:
     with writing(path):
         lock = take_lock(lock_file(path), 0)
     if lock is None:
-        raise FolderError(f"another process is writing the state {str(path)!r}: repeat this when it has finished")
+        raise BusyState(f"another process is writing the state {str(path)!r}: repeat this when it has finished")
     return lock
 
 

@@ -13,11 +13,11 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
 from transformers.cache_utils import Cache
 
-from linearizer.serve import state_files
 from linearizer.serve.bodies import FILES, Refusal, media_of, receive_in_time
-from linearizer.serve.states import States, hold, load_for_client
+from linearizer.serve.state_files import held
+from linearizer.serve.states import RECEIVED, States, load_for_client
 
-PIECE = 2**20  # bytes of a state that are sent at once
+PIECE = 2**20  # bytes of a state that are sent or written at once
 
 
 def add_state_routes(
@@ -34,8 +34,8 @@ def add_state_routes(
     @app.post("/v1/states")
     async def read_into_new(request: Request) -> dict[str, Any]:
         states = states_of(request)
-        states.check_room(path := states.new_path(), 1)  # before a text is read in vain
-        return await run_in_threadpool(states.save, path, await read(request))
+        await run_in_threadpool(states.check_room, 1)  # before a text is read in vain
+        return await run_in_threadpool(states.save, states.new_path(), await read(request))
 
     @app.get("/v1/states/{name}")
     def download(request: Request, name: str) -> StreamingResponse:
@@ -49,7 +49,7 @@ def add_state_routes(
         if media_of(request) != FILES[0]:
             raise Refusal(400, f"the bytes of a state are sent as {FILES[0]}")
         path = states.path(name, exists=False)
-        received = states.new_path().with_suffix(".received")
+        received = states.new_path().with_suffix(RECEIVED)
         try:
             await receive_in_time(receive_file(request, received, states, path), max_seconds)
             return await run_in_threadpool(replace, states, path, received, load)
@@ -64,11 +64,8 @@ def add_state_routes(
     @app.delete("/v1/states/{name}")
     def delete(request: Request, name: str) -> dict[str, Any]:
         path = states_of(request).path(name)
-        lock = hold(path)
-        try:
-            path.unlink(missing_ok=True)
-        finally:
-            state_files.let_go(path, lock)
+        with held(path):
+            path.unlink()
         return {"id": name, "object": "state", "deleted": True}
 
 
@@ -82,17 +79,17 @@ def pieces_of(file: BinaryIO) -> Iterator[bytes]:
 
 async def receive_file(request: Request, place: Path, states: States, path: Path) -> None:
     """Receive a file that has room in the place of a state."""
+    piece = b""
     with open(place, "wb") as file:
-        async for piece in request.stream():
-            states.check_room(path, file.tell() + len(piece))
-            file.write(piece)
+        async for sent in request.stream():
+            piece += sent
+            if len(piece) >= PIECE or not sent:  # nothing is sent at the end
+                await run_in_threadpool(states.receive, file, piece, path)
+                piece = b""
 
 
 def replace(states: States, path: Path, received: Path, load: Callable[[Path], Cache]) -> dict[str, Any]:
     """Put a received file in the place of a state, if it is one of this model."""
     load_for_client(received, load)
-    lock = hold(path)
-    try:
+    with held(path):
         return states.put(path, partial(os.rename, received))
-    finally:
-        state_files.let_go(path, lock)

@@ -6,23 +6,28 @@ import hashlib
 import re
 import secrets
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from transformers.cache_utils import Cache
 
 from linearizer.errors import FolderError, RequestError
-from linearizer.run.files import writing
+from linearizer.run.files import UNFINISHED, remove, writing
 from linearizer.run.locks import Lock
 from linearizer.serve import state_files
 from linearizer.serve.bodies import Refusal
+from linearizer.serve.state_files import StateFile
 from linearizer.student.cache import LinearizedCache
 from linearizer.student.modeling_linearized import LinearizedForCausalLM
 
 ID = re.compile("[0-9a-f]{32}")
-CHECKING = threading.Lock()  # while a new file is counted and put in its place
+NEW, RECEIVED = "new-", ".received"  # in names of files that are written, or received
+LEFT_SECONDS = 3600  # after which a file that nobody wrote to was left by a server that was killed
+CHECKING = threading.Lock()  # while a new file, or a part of it, is counted and put in its place
 
 
 @dataclass(frozen=True)
@@ -50,33 +55,45 @@ class States:
     def new_path(self) -> Path:
         return self.folder / secrets.token_hex(16)
 
-    def card(self, path: Path) -> dict[str, Any]:
-        state = state_files.describe(path)
-        about = {"object": "state", "created": int(state.written)}
-        return {"id": path.name, **about, "tokens": state.tokens, "bytes": state.bytes}
-
     def cards(self) -> list[dict[str, Any]]:
-        return [self.card(self.folder / state.name) for state in state_files.list_states(self.folder)]
+        states = state_files.list_states(self.folder)
+        return [card(state, state.name) for state in states if ID.fullmatch(state.name)]
 
-    def room(self, replaced: Path) -> int:
-        """Return the bytes that a state in this place may have."""
-        files = [path for path in self.folder.iterdir() if ID.fullmatch(path.name) and path != replaced]
-        return self.max_bytes - sum(path.stat().st_size for path in files)
+    def room(self, *replaced: Path) -> int:
+        """Return the bytes that are left beside all states, and parts of them, that are not replaced."""
+        room = self.max_bytes
+        for path in self.folder.iterdir():
+            with suppress(FileNotFoundError):  # deleted meanwhile
+                stat = path.stat()
+                is_unfinished = path.suffix in (RECEIVED, UNFINISHED) or path.name.startswith(NEW)
+                if is_unfinished and time.time() - stat.st_mtime > LEFT_SECONDS:
+                    remove(path)
+                elif path not in replaced and (path.suffix == RECEIVED or ID.fullmatch(path.name)):
+                    room -= stat.st_size
+        return room
+
+    def receive(self, file: BinaryIO, piece: bytes, path: Path) -> None:
+        """Write a piece of a file that is received for a place, if there is room."""
+        with CHECKING:
+            self.check_room(file.tell() + len(piece), path, Path(file.name))
+            file.write(piece)
+            file.flush()
 
     def put(self, path: Path, write: Callable[[Path], None]) -> dict[str, Any]:
         """Write a state, whose lock the caller holds, beside its place, and then to it, if there is room."""
-        unchecked = self.folder / f"new-{secrets.token_hex(8)}"
+        unchecked = self.folder / f"{NEW}{secrets.token_hex(8)}"
         try:
             write(unchecked)
+            state = state_files.describe(unchecked)
             with CHECKING:
-                self.check_room(path, unchecked.stat().st_size)
+                self.check_room(state.bytes, path)
                 unchecked.replace(path)
         finally:
             unchecked.unlink(missing_ok=True)
-        return self.card(path)
+        return card(state, path.name)
 
-    def check_room(self, path: Path, size: int) -> None:
-        if size > (room := self.room(path)):
+    def check_room(self, size: int, *replaced: Path) -> None:
+        if size > (room := self.room(*replaced)):
             raise Refusal(
                 413,
                 f"a state of {size:,} bytes does not fit into the {max(room, 0):,} that are left of this server's "
@@ -90,20 +107,15 @@ class States:
 
     def fork(self, path: Path) -> dict[str, Any]:
         with CHECKING:
-            self.check_room(new := self.new_path(), path.stat().st_size)
-            state_files.fork(path, new)
-        return self.card(new)
+            self.check_room(path.stat().st_size)
+            state = state_files.fork(path, self.new_path())
+        return card(state, state.name)
 
 
-def hold(path: Path) -> Lock:
-    """Take the lock of a state, or refuse: of two turns that begin at the same state, one would be lost."""
-    try:
-        return state_files.hold(path)
-    except FolderError as error:
-        wait = {"Retry-After": "1"}
-        raise Refusal(
-            409, f"another request writes the state {path.name!r}: try again", "state", headers=wait
-        ) from error
+def card(state: StateFile, name: str) -> dict[str, Any]:
+    """Describe a state under its name."""
+    about = {"object": "state", "created": int(state.written)}
+    return {"id": name, **about, "tokens": state.tokens, "bytes": state.bytes}
 
 
 @dataclass
@@ -136,7 +148,7 @@ class Beginning:
 def begin_at(states: States, name: str, keep: bool, load: Callable[[Path], Cache]) -> Beginning:
     """Load a state for a text that continues it; to `keep` the text, hold the state."""
     path = states.path(name)
-    lock = hold(path) if keep else None
+    lock = state_files.hold(path) if keep else None
     try:
         stat = path.stat()
         return Beginning(states, path, load_for_client(path, load), lock, f"{path} {stat.st_ino} {stat.st_mtime_ns}")
@@ -150,5 +162,7 @@ def load_for_client(path: Path, load: Callable[[Path], Cache]) -> Cache:
     """Load a state, or say what is wrong with it, without the place of its file."""
     try:
         return load(path)
+    except FolderError:
+        raise  # it is gone, or cannot be read
     except RequestError as error:
         raise Refusal(400, str(error).replace(repr(str(path)), "the state"), "state") from error

@@ -194,7 +194,7 @@ def sample_from(
 
 def read_whole(path: Path) -> str:
     """Read a file of text, a PDF, or the texts of a file of JSON lines, as one text."""
-    if path.suffix == ".pdf":
+    if path.suffix.lower() == ".pdf":
         with explain_file_errors(path):
             return decode_document(str(path), path.read_bytes())
     return ("\n" if path.suffix == ".jsonl" else "").join(read_text_file(path))

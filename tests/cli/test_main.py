@@ -163,3 +163,9 @@ def test_a_reader_that_leaves_early_gets_no_traceback():
 
 def test_the_library_has_what_it_names():
     assert all(getattr(linearizer, name) for name in linearizer.__all__)
+
+
+def test_the_command_says_its_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        parser().parse_args(["--version"])
+    assert capsys.readouterr().out == f"linearizer {linearizer.__version__}\n"

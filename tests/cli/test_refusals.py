@@ -31,6 +31,11 @@ def test_a_bad_request_is_refused_with_a_sentence_and_leaves_nothing(arguments, 
     assert not list(tmp_path.glob("runs/*"))
 
 
+def test_a_run_without_a_model_is_refused(said):
+    code, _, err = said("run", "--budget", 64)
+    assert code == 2 and "name MODEL" in err
+
+
 def test_a_folder_that_holds_something_else_is_left_as_it_is(tmp_path, said):
     (tmp_path / "thesis.tex").write_text("years of work")
     code, _, err = said("run", "demo", "--out", tmp_path)
@@ -45,6 +50,14 @@ def test_the_page_is_refused_a_port_that_is_taken_before_gradio_is_asked(said):
         port = taken.getsockname()[1]
         code, _, err = said("app", "--port", port)
     assert code == 2 and f"127.0.0.1:{port} cannot be bound (Address already in use" in err
+
+
+def test_the_page_takes_one_key_and_has_no_product(said, monkeypatch):
+    monkeypatch.setenv("LINEARIZER_API_KEY", "one two")
+    code, _, err = said("app")
+    assert code == 2 and "LINEARIZER_API_KEY has several keys" in err
+    code, _, err = said("app", "--json")
+    assert code == 2 and "unrecognized arguments: --json" in err
 
 
 def test_a_teacher_whose_logits_are_no_numbers_is_refused_before_it_is_measured(tmp_path, said):

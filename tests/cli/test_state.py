@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load
 
 from linearizer import ask, finish, read
+from linearizer.cli.text import describe_states
 from linearizer.hub.models import find_model
 from linearizer.run.files import unseal
 from linearizer.run.folder import Run
-from linearizer.serve.state_files import fork, load_state
+from linearizer.serve.state_files import StateFile, fork, load_state
 from linearizer.teacher.text import read_whole
 from tests.support.publishing import HOW_THE_HUB_SENDS, ME, files_of, written
 
@@ -46,6 +47,11 @@ def test_a_state_reads_on(quick_run, text, tmp_path, said, monkeypatch):
     assert "the teacher's cache would be" in said("read", quick_run, text, "--state", state)[1]
     code, _, err = said("read", quick_run, text, "--state", state)
     assert code == 2 and "--more" in err
+    code, _, err = said("ask", quick_run, "--state", state, "--take-back", "--tokens", 3)
+    assert code == 2 and "--tokens is for a prompt" in err
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"%PDF-\xff")))
+    code, _, err = said("read", quick_run, "-", "--state", state, "--more")
+    assert code == 2 and "PDF" in err
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"And so on. ")))
     before = state.read_bytes()
     held = load(before)
@@ -83,6 +89,7 @@ def test_states_are_listed_forked_and_deleted(quick_run, tmp_path, said):
     (states / "notes.txt").write_text("no state", encoding="utf-8")
     state, new = states / "a", states / "b"
     assert "no states" in said("state", "list", states)[1]
+    assert describe_states([StateFile("a", 3, 100, "\x1b]0;a\x07", 0.0)]).isprintable()
     tokens = finish(read(Run.open(quick_run), "The import statement", state)).tokens
     assert said("state", "fork", state, new)[0] == 0 and new.read_bytes() == (before := state.read_bytes())
     assert said("ask", quick_run, "--state", new, "--prompt", "It", "--tokens", 3, "--keep")[0] == 0

@@ -5,8 +5,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from linearizer.hub.models import find_model
-from linearizer.serve.endpoint import Served
 from linearizer.serve.engine import Engine
+from linearizer.serve.served import Served
 from tests.support.models import student_of
 from tests.support.serving import listening
 

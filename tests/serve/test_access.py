@@ -21,7 +21,7 @@ def limited(served, **changes):
 
 def test_without_its_key_nothing_is_served_but_its_health(served):
     with (
-        listening(limited(served), local=False, keys=["s3cret", "other key".replace(" ", "-")]) as url,
+        listening(limited(served), local=False, keys=["s3cret", "other-key"]) as url,
         httpx.Client(base_url=url) as client,
     ):
         for header in (None, "Bearer other", "Bearer s3cret2", "Basic s3cret", "s3cret", "Bearer s3crét"):
@@ -32,7 +32,8 @@ def test_without_its_key_nothing_is_served_but_its_health(served):
             ):
                 assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key", header
             assert client.get("../health", headers=headers).status_code == 200
-        assert client.get("models", headers={"Authorization": "Bearer s3cret"}).status_code == 200
+        for key in ("s3cret", "other-key"):
+            assert client.get("models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

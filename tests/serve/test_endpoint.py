@@ -13,6 +13,7 @@ import torch
 
 from linearizer.page.cards import write_causal_ways
 from linearizer.run.folder import Run
+from linearizer.serve import endpoint
 from tests.support.runs import wait_until
 from tests.support.serving import chat, complete
 
@@ -46,6 +47,18 @@ def test_it_writes_what_generate_writes(served):
     assert len(complete(served).json()["choices"][0]["text"]) > 0
 
 
+def test_it_writes_several_answers_to_each_prompt(served):
+    once = complete(served, prompt=["Once upon", "A"], max_tokens=6).json()
+    twice = complete(served, prompt=["Once upon", "A"], max_tokens=6, n=2).json()
+    texts = [[choice["text"] for choice in answer["choices"]] for answer in (once, twice)]
+    assert texts[1] == [text for text in texts[0] for _ in range(2)]
+    assert [choice["index"] for choice in twice["choices"]] == [0, 1, 2, 3]
+    used = [answer["usage"] for answer in (once, twice)]
+    assert used[0]["prompt_tokens"] == used[1]["prompt_tokens"] and used[1]["completion_tokens"] == 24
+    drawn = complete(served, max_tokens=12, n=3, temperature=1.5, seed=1).json()["choices"]
+    assert len({choice["text"] for choice in drawn}) == 3
+
+
 def test_what_the_page_says_to_ask_is_answered(served):
     body = shlex.split(write_causal_ways(Run(Path("run")))["Ask the server"])[-1]
     answer = served.post("completions", content=body, headers={"content-type": "application/json"})
@@ -53,7 +66,13 @@ def test_what_the_page_says_to_ask_is_answered(served):
 
 
 def test_a_stream_adds_up_to_the_answer(served):
-    events = streamed(served, "completions", prompt="Once upon", max_tokens=12, stream_options={"include_usage": True})
+    events = streamed(
+        served,
+        "completions",
+        prompt="Once upon",
+        max_tokens=12,
+        stream_options={"include_usage": True, "include_obfuscation": None},
+    )
     assert "".join(e["choices"][0]["text"] for e in events[:-1]) == expected(served, "Once upon", 12)
     assert [e["choices"][0]["finish_reason"] for e in events[:-1]][-1] == "length"
     assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == 12
@@ -62,6 +81,14 @@ def test_a_stream_adds_up_to_the_answer(served):
     assert events[0]["choices"][0]["delta"] == {"role": "assistant"}
     text = "".join(e["choices"][0]["delta"].get("content", "") for e in events)
     assert text == expected(served, "user: Once\nassistant: ", 5)
+
+
+def test_a_stream_that_waits_is_not_silent(served, monkeypatch):
+    monkeypatch.setattr(endpoint, "QUIET_SECONDS", 0.001)
+    lines = complete(served, max_tokens=30, stream=True).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert "".join(each["choices"][0]["text"] for each in events) == expected(served, "Once upon", 30)
+    assert any(line.startswith(":") for line in lines) and lines[-2] == "data: [DONE]"
 
 
 def test_a_conversation_goes_on_from_its_kept_state(served):
@@ -129,8 +156,13 @@ REFUSED = {
     "long": (dict(prompt="word " * 3000), 400, "more than the 512"),
     "many tokens": (dict(prompt=[1] * 600), 400, "600 tokens are more than the 512"),
     "many": (dict(prompt=["a"] * 100), 400, "100 prompts"),
-    "several": (dict(n=2), 400, "n = 2 is not served"),
-    "misspelt": (dict(temprature=1), 400, "temprature"),
+    "several": (dict(best_of=2), 400, "best_of = 2 is not served"),
+    "true": (dict(best_of=True), 400, "best_of = True is not served"),
+    "no number": (dict(n=True), 400, "n: true is not a number"),
+    "many answers": (dict(n=40, prompt=["a", "b"]), 400, "80 answers are more than the 64"),
+    "misspelt option": (dict(stream_options={"include_usag": True}), 400, "include_usag"),
+    "a logprob": (dict(logprobs=0), 400, "logprobs = 0 is not served"),
+    "misspelt": (dict(temprature=1), 400, "temprature: there is no such field here"),
     "no stop": (dict(stop=[""]), 400, "stop"),
 }
 
@@ -148,12 +180,19 @@ def test_what_is_no_request_is_said_too(served):
     headers = {"content-type": "application/json"}
     for path, content, status, param, match in [
         ("completions", b'{"model": "tiny", "prompt": "a", "temperature": NaN}', 400, "temperature", "temperature: "),
-        ("completions", b'{"model": "tiny", "prompt": [1, "a"]}', 400, "prompt", "prompt: Input"),
+        ("completions", b'{"model": "tiny", "prompt": [1, "a"]}', 400, "prompt", "prompt.1: "),
+        ("completions", b'{"model": "tiny", "prompt": [1.0]}', 400, "prompt", "prompt.0: Input should be a valid int"),
+        ("completions", b'{"model": "tiny", "prompt": "a", "stream_options": []}', 400, "stream_options",
+         "stream_options: it should be an object"),
+        ("completions", b'{"model": "tiny", "prompt": "a", "best_of": 2}', 400, "best_of", "best_of = 2 is"),
         ("completions", b'{"model": "tiny", "prompt": "a", "stream": "yes, please"}', 400, "stream", "stream: "),
         ("completions", b"{", 400, None, "the body is not a JSON object ("),
         ("completions", b"[]", 400, None, "the body is not a JSON object ("),
         ("chat/completions", b'{"model": "tiny", "messages": []}', 400, "messages", "messages: "),
         ("chat/completions", b'{"model": "tiny"}', 400, "messages", "messages: "),
+        ("chat/completions", b'{"model": "tiny", "messages": ["hi"]}', 400, "messages", "messages.0: it should be"),
+        ("chat/completions", b'{"model": "tiny", "messages": [{"role": "user", "content": [{"type": "image_url", '
+         b'"image_url": "data:"}]}]}', 400, "messages", "messages.0.content.0.image_url.image_url: it should be"),
         ("chat/completions", b'{"model": "tiny", "messages": [{"role": "king", "content": "a"}]}', 400, "messages",
          "messages.0.role: "),
         ("embeddings", b"{}", 404, None, "POST /v1/embeddings"),

@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 
 import pytest
@@ -77,11 +78,12 @@ def test_prompts_of_any_length_are_read_at_once_as_alone(family, exact, monkeypa
     )
     texts = [tokens(1, size, size)[0].tolist() for size in (30, 3, 45, 2, 17, 70)]
     rows = [row_of(text, 6) for text in texts]
-    same, longer = row_of(texts[0], 6), row_of([*texts[0], *texts[1]], 6)
-    work(engine, {0: [*rows[:4], same, longer], 2: rows[4:]})
-    for row in (*rows, same, longer):
+    same, longer, of_other = row_of(texts[0], 6), row_of([*texts[0], *texts[1]], 6), row_of(texts[0], 6)
+    of_other.owner = "another key"
+    work(engine, {0: [*rows[:4], same, longer, of_other], 2: rows[4:]})
+    for row in (*rows, same, longer, of_other):
         assert row.tokens == alone(model, row.prompt, 6)
-    assert max(read) >= 4 and (same.reused, longer.reused) == (29, 29)
+    assert max(read) >= 4 and (same.reused, longer.reused, of_other.reused) == (29, 29, 0)
 
 
 def test_a_gpu_reads_more_of_a_prompt_at_once_the_more_it_has_read(monkeypatch):
@@ -300,3 +302,28 @@ def test_an_engine_that_cannot_go_on_ends_its_rows_and_takes_no_more(monkeypatch
         engine.thread.join(60)
         assert engine.closed and not engine.submit(row_of(row.prompt, 3))
     assert "ZeroDivisionError" in row.heard[-1].error
+
+
+def test_a_call_to_an_engine_that_cannot_go_on_is_cancelled(monkeypatch):
+    engine = Engine(student_of("llama"), ROOM)
+    monkeypatch.setattr(engine, "answer_calls", lambda: 1 / 0)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    with engine:
+        with pytest.raises(CancelledError):
+            engine.call(lambda: 1).result(60)
+
+
+def test_no_one_waits_for_a_state_in_vain_and_one_who_left_disturbs_nobody(monkeypatch):
+    student = student_of("llama")
+    engine, rows = Engine(student, ROOM), [row_of(tokens(1, 12, seed)[0].tolist(), 5 + seed) for seed in range(3)]
+    for row in rows[:2]:
+        row.state = Future()
+    rows[0].state.cancel()
+    work(engine, {0: rows})
+    assert rows[1].state.result(0).get_seq_length() == len(rows[1].tokens)
+    assert [row.tokens for row in rows] == [alone(student, row.prompt, row.new_tokens) for row in rows]
+    waiting = row_of(rows[0].prompt, 3)
+    waiting.state = Future()
+    monkeypatch.setattr(engines, "view_row", lambda *_: 1 / 0)
+    work(engine, {0: [waiting]})
+    assert isinstance(waiting.state.exception(0), ZeroDivisionError)

@@ -14,8 +14,8 @@ from transformers import AutoProcessor
 from linearizer.method.checkpoint import put_student_into
 from linearizer.plan.head_bytes import Head
 from linearizer.serve.cache_rows import take_shift
-from linearizer.serve.endpoint import Served
 from linearizer.serve.engine import Engine
+from linearizer.serve.served import Served
 from linearizer.student.cache import CACHE
 from linearizer.student.picture_positions import deltas_of
 from linearizer.teacher.inspect_model import inspect_model

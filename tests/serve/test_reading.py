@@ -89,7 +89,7 @@ def test_true_is_not_a_number(field):
 
 @pytest.mark.parametrize("prompt", [[1, True], [[1], [True]], ["a", 1], [[1.5]], {"a": 1}])
 def test_a_prompt_is_text_or_tokens(prompt):
-    with pytest.raises(Refusal, match="prompt: "):
+    with pytest.raises(Refusal, match=r"prompt[.01]*: "):
         parsed(prompt=prompt)
 
 

@@ -90,6 +90,7 @@ def test_what_cannot_be_served_is_said_at_once(quick_run, tmp_path, said):
         (("serve", quick_run, "--port", 0, "--host", "x" * 300), "--host"),
         (("serve", quick_run, "--port", 0, "--host", "a\0b"), "--host"),
         (("serve", quick_run, "--port", 0, "--max-seconds", "nan"), "max-seconds"),
+        (("serve", quick_run, "--port", 0, "--teacher", "--states", tmp_path), "--states"),
         (("serve", quick_run, "--port", 0, "--api-key", ""), "API key"),
         (("serve", quick_run, "--port", 0, "--api-key", "a b"), "API key"),
         (("serve", tmp_path / "none"), "there is no run"),

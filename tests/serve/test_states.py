@@ -1,5 +1,7 @@
 """A state is a file that a client owns: made, listed, moved, forked, continued and deleted over HTTP."""
 
+import os
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -8,10 +10,11 @@ from dataclasses import replace
 import httpx
 import pytest
 import torch
-from safetensors.torch import load
+from safetensors import safe_open
+from safetensors.torch import load, save
 
 from linearizer.serve.engine import Engine
-from linearizer.serve.saved_state import as_bytes, write_state
+from linearizer.serve.saved_state import WITH_TURNS, as_bytes, checksum, write_state
 from linearizer.teacher.chat_template import next_turn_tokens, turn_tokens
 from tests.support.models import student_of
 from tests.support.serving import chat, complete, listening
@@ -53,6 +56,15 @@ def bits(client, name):
 def bits_of(content):
     """Return the tensors of a state: the order of its description in the file may differ."""
     return {name: as_bytes(tensor) for name, tensor in load(content).items()}
+
+
+def forge(content, folder, tensors=None, **facts):
+    """Change what the file of a state says, with a checksum that fits."""
+    (folder / "forged").write_bytes(content)
+    with safe_open(folder / "forged", "pt") as file:
+        said = {name: text for name, text in {**file.metadata(), **facts}.items() if text and name != "checksum"}
+    stored = load(content) if tensors is None else tensors
+    return save(stored, {**said, "checksum": checksum(stored, said)})
 
 
 def tokens_of(client, name):
@@ -104,13 +116,27 @@ def test_what_a_stream_wrote_is_kept_when_it_ends(client):
     assert answer.text.endswith("data: [DONE]\n\n") and tokens_of(client, state) >= before + 8
 
 
+def test_a_stream_says_that_its_state_cannot_be_kept(client, tmp_path):
+    options = dict(model="tiny", prompt=" It", state=read(client), keep=True, max_tokens=300, stream=True)
+    with client.stream("POST", "completions", json=options) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        shutil.rmtree(tmp_path / "states")
+        assert "the state was not kept" in [line for line in lines if line][-1]
+
+
 def test_a_file_is_read_into_a_state(client):
     answer = client.post("states?raw=true", content=TEXT.encode(), headers=FILE)
     assert answer.status_code == 200
     assert bits(client, answer.json()["id"]) == bits(client, read(client, raw=True))
     assert client.post("states", content=b"\xff\xfe\x00", headers=FILE).status_code == 400
     assert client.post("states", content=TEXT, headers={"Content-Type": "text/plain"}).status_code == 400
+    large = client.post("states", content=b"a" * 2**21, headers=FILE)
+    assert large.status_code == 413 and "application/pdf" in large.text and "prompt" not in large.text
+    scan = client.post("states", content=b"%PDF-" + b"0" * 2**21, headers={"Content-Type": "application/pdf"})
+    assert scan.status_code == 400 and "PDF" in scan.text
     assert client.post("states", json={"text": TEXT, "temperature": 1}).status_code == 400
+    assert client.post("states", json={"text": TEXT, "model": "other"}).json()["error"]["code"] == "model_not_found"
     assert client.post("states", json={"text": "word " * 3000}).json()["error"]["code"] == "context_length_exceeded"
 
 
@@ -152,6 +178,17 @@ def test_what_is_no_state_of_this_model_is_refused_and_changes_nothing(served, c
         ((tmp_path / "foreign").read_bytes(), "another model"),
         (content[:-1], "damaged"),
         (b"", "damaged"),
+        (forge(content, tmp_path, tokens=str(10**18)), "more than the 512"),
+        (forge(content, tmp_path, tokens=None), "damaged"),
+        (forge(content, tmp_path, tokens="0"), "damaged"),
+        (forge(content, tmp_path, texts="2"), "of several texts"),
+        (forge(content, tmp_path, format=WITH_TURNS, turns="[[0, 0]]" * 2), "damaged"),
+        (forge(content, tmp_path, format=WITH_TURNS, turns="5"), "damaged"),
+        (forge(content, tmp_path, format=WITH_TURNS, turns=f"[{'[0, 0],' * 8}[0, 0]]"), "damaged"),
+        (forge(content, tmp_path, {"weights": load(content)["weights"]}), "damaged"),
+        (forge(content, tmp_path, {**load(content), "x": torch.zeros(1)}), "damaged"),
+        (forge(content, tmp_path, {name: x.sum() for name, x in load(content).items()}), "another model"),
+        (forge(content, tmp_path, {n: x if n == "weights" else x.sum() for n, x in load(content).items()}), "damaged"),
     ]:
         for name in (state, "0" * 32):
             answer = client.put(f"states/{name}", content=sent, headers=FILE)
@@ -161,13 +198,22 @@ def test_what_is_no_state_of_this_model_is_refused_and_changes_nothing(served, c
     assert [each["id"] for each in client.get("states").json()["data"]] == [state]
 
 
+def reused(client, prompt):
+    """Count the tokens of a prompt that are not read again."""
+    used = complete(client, prompt=prompt, max_tokens=1).json()["usage"]
+    return used["prompt_tokens_details"]["cached_tokens"]
+
+
 def test_one_key_does_not_see_the_states_of_another(served, tmp_path):
     with server(served, tmp_path / "states", keys=["ann-key", "bob-key"]) as client:
         ann, bob = ({"Authorization": f"Bearer {name}-key"} for name in ("ann", "bob"))
         client.headers = httpx.Headers(ann)
+        prompt = "Nobody else has sent this text"
+        assert [reused(client, prompt) > 0 for _ in range(2)] == [False, True]
         state = read(client)
         assert client.get(f"states/{state}").status_code == 200
         client.headers = httpx.Headers(bob)
+        assert reused(client, prompt) == 0
         assert client.get("states").json()["data"] == []
         for answer in (
             client.get(f"states/{state}"),
@@ -203,8 +249,52 @@ def test_states_have_a_quota(served, tmp_path):
             assert answer.status_code == 413 and "--max-state-bytes" in answer.json()["error"]["message"]
         assert few.put(f"states/{state}", content=content, headers=FILE).status_code == 200  # it takes its own place
         assert few.delete(f"states/{other}").json()["deleted"]
+        parts = tmp_path / "few" / "everyone" / "x.received", tmp_path / "few" / "everyone" / "new-x.unfinished"
+        parts[0].write_bytes(content)
+        parts[1].mkdir()
+        assert few.post(f"states/{state}/fork").status_code == 413  # another request sends a state
+        for part in parts:
+            os.utime(part, (0, 0))  # a killed server left them
         assert few.post(f"states/{state}/fork").status_code == 200
     assert len([*(tmp_path / "few" / "everyone").iterdir()]) == 2
+
+
+def test_a_state_that_is_deleted_meanwhile_is_not_there(client):
+    content, over = client.get(f"states/{read(client)}").content, threading.Event()
+
+    def come_and_go():
+        for _ in range(20):
+            assert client.put(f"states/{'0' * 32}", content=content, headers=FILE).status_code == 200
+            assert client.delete(f"states/{'0' * 32}").status_code in (200, 409)
+        over.set()
+
+    def ask():
+        answers = []
+        while not over.is_set():
+            answers += [client.get("states"), client.post(f"states/{'0' * 32}/fork")]
+            answers += [client.get(f"states/{'0' * 32}"), complete(client, state="0" * 32, max_tokens=1)]
+        return answers
+
+    with ThreadPoolExecutor(2) as pool:
+        coming, asked = pool.submit(come_and_go), pool.submit(ask)
+        coming.add_done_callback(lambda _: over.set())
+        assert {answer.status_code for answer in asked.result()} <= {200, 404}
+        coming.result()
+
+
+def test_the_list_of_states_has_no_files_that_are_not_complete(client, tmp_path):
+    state = read(client)
+    folder = tmp_path / "states" / "everyone"
+    for name in (f"{'0' * 32}.received", "new-0"):
+        (folder / name).write_bytes((folder / state).read_bytes())
+    assert [each["id"] for each in client.get("states").json()["data"]] == [state]
+
+
+def test_a_folder_that_is_not_to_be_written_is_no_other_request(client, tmp_path):
+    content = client.get(f"states/{read(client)}").content
+    (tmp_path / "states" / "everyone" / ("0" * 32)).mkdir()
+    answer = client.put(f"states/{'0' * 32}", content=content, headers=FILE)
+    assert answer.status_code == 500 and "is a folder" in answer.text and str(tmp_path) not in answer.text
 
 
 def test_of_many_writers_of_a_state_none_loses_a_turn(client):

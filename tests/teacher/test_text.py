@@ -242,7 +242,7 @@ def pdf_of(text):
 
 
 def test_a_pdf_is_its_text_and_what_is_none_is_said(tmp_path, monkeypatch):
-    (path := tmp_path / "a.pdf").write_bytes(pdf_of("The sea was calm."))
+    (path := tmp_path / "a.PDF").write_bytes(pdf_of("The sea was calm."))
     assert read_whole(path).strip() == "The sea was calm."
     for content, reason in ((b"%PDF-1.4 nothing", "cannot be read as a PDF"), (pdf_of(""), "holds no text")):
         with pytest.raises(TextError, match=f"'the file' {reason}.*: send its text as a text file"):

@@ -315,7 +315,7 @@ def test_the_time_of_a_job_depends_on_its_hardware_and_not_on_this_machine(monke
 
 def test_the_command_line_lists_hardware_and_asks_before_it_costs(hub, said, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_TOKEN", ME)
-    code, out, _ = said("run", "demo", "--job", "list")
+    code, out, _ = said("run", "--job", "list")
     assert code == 0 and "l4x1" in out and "$0.80 an hour, 1 L4 with 24 GB, 30 GB memory" in out
     code, _, err = said("run", "demo", "--job", "l4x1", "--job-minutes", "30", "--out", tmp_path / "run")
     assert code == 2 and "costs me $0.80 an hour, and at most $0.40 for 30 minutes: add --yes to begin it" in err
