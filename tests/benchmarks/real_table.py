@@ -201,9 +201,10 @@ class RealTable(Table):
         for measure, digits in (("loss", 3), ("kl", 4)):
             lines = []
             for record in records:
-                some = [text[measure] for text in record["texts"].values() if text["edges"] == edges]
-                means = [sum(column) / len(column) for column in zip(*some, strict=True)]
-                lines.append([record["row"], *(f"{mean:.{digits}f}" for mean in means)])
+                texts = [x for x in record["texts"].values() if x["edges"] == edges[: len(x["edges"])]]
+                columns = zip(*(text[measure] for text in texts), strict=False)  # to where all were read
+                cells = [f"{sum(column) / len(column):.{digits}f}" for column in columns]
+                lines.append([record["row"], *cells, *[""] * (len(head) - len(cells))])
             tables.append(f"{measure.upper() if measure == 'kl' else 'Loss'} by place\n\n" + grid(["", *head], lines))
         return tables
 
